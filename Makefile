@@ -1,0 +1,46 @@
+# Every target works without any earlier step; `make help` lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+export RAY_USAGE_STATS_ENABLED := 0
+export OMP_WAIT_POLICY := passive
+
+.PHONY: help venv demo serve test test-all lint types protos bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -e ".[dev]"
+	touch $(STAMP)
+
+venv: $(STAMP)  ## make .venv and install the project with its development tools
+
+demo: venv  ## two replicas of the default model on the CPU, a small workload over gRPC, then shut down
+	$(BIN)/pagefleet demo
+
+serve: venv  ## serve the default model until interrupted
+	$(BIN)/pagefleet serve --replicas 2
+
+test: venv  ## unit tests and core integration, at most 8 minutes
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-all: venv  ## everything, the slow parts too
+	$(BIN)/python -m pytest -q
+
+lint: venv  ## ruff and the import rule
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: venv  ## pyright, strict
+	$(BIN)/pyright
+
+bench: venv  ## the benchmark suite; prints ours, the reference and the ratio
+	$(BIN)/python tests/benchmarks/run_all.py
+
+clean:  ## remove what was built
+	rm -rf $(VENV) build dist *.egg-info kernels/*.so

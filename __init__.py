@@ -1,0 +1,1 @@
+"""A distributed multi-GPU serving cluster for large language models, built around KV blocks."""

@@ -1,0 +1,1 @@
+"""What clients and operators meet: controller, gateway, command line, simulator."""

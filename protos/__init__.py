@@ -1,0 +1,1 @@
+"""The words every process shares: services, frozen messages, their codec, the error tree."""

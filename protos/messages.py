@@ -1,0 +1,337 @@
+"""The frozen values that cross a border between processes or folders.
+
+Gateway, controller and replicas speak in these; `codec` turns those of the data plane into
+protobuf and back. Nothing here decides anything. Lengths are in tokens, sizes in blocks, times
+in seconds unless a name says otherwise. Points in time never cross a process: durations do.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class AdmissionClass(StrEnum):
+    """What a lease promises: all of the worst case, a likely size, or nothing."""
+
+    GUARANTEED = "guaranteed"
+    STANDARD = "standard"
+    BEST_EFFORT = "best-effort"
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # EOS, a stop token, or a stop string
+    LENGTH = "length"  # max_tokens or the model's context
+    KV_EXHAUSTED = "kv_exhausted"  # alone, and still outgrew the pool
+    ABORT = "abort"  # cancelled, or its client went away
+    DEADLINE = "deadline"  # its deadline passed
+    ERROR = "error"  # the engine could not go on with it; see the delta's `error`
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen. Defaults are the neutral values; `validate` refuses the absurd.
+
+    seed: None until the gateway draws one; an engine only ever sees an integer (uint64).
+    max_tokens: None = up to the model's context; 0 = prefill only (prompt logprobs, warm-up).
+    top_k: 0 = off. logprobs: None = none, 0 = of the sampled token only, k = also the k best.
+    stop: strings; the gateway matches them, engines never see text.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SampleStart:
+    """One of a request's `n` samples: where it begins. A resumed sample brings what it has said."""
+
+    index: int
+    output_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """What a gateway submits to a leader under a lease.
+
+    request_key: internal, unique per attempt; never a client-chosen id.
+    deadline_s: seconds left when sent; None = no deadline.
+    """
+
+    request_key: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    samples: tuple[SampleStart, ...]
+    lease_id: int | None = None
+    lease_blocks: int = 0
+    admission_class: AdmissionClass = AdmissionClass.STANDARD
+    priority: int = 0
+    deadline_s: float | None = None
+    cache_salt: str = ""
+    adapter: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position; all finite (-inf is sent as -9999.0, never NaN).
+
+    token_ids[0] is the token at this position, then the best ones, best first, without repeats
+    of it; ranks start at 1.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Counted by the engine, sent with the end of each sample."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    preemptions: int = 0
+    queued_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceDelta:
+    """New tokens of one sample, from engine to gateway. `finish_reason` set = the last one.
+
+    first_position: number of output tokens of this sample sent before (resumed ones counted):
+    lets the gateway prove that nothing is missing or doubled.
+    prompt_logprobs: on the first delta of index 0 only; entry 0 (no context) is None.
+    """
+
+    request_key: str
+    index: int
+    first_position: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheIdentity:
+    """All that KV content depends on besides tokens; the root of both hash chains is made of it.
+
+    weights_version is the cluster's; secret is the cluster's or empty.
+    """
+
+    model_fingerprint: str
+    weights_version: int
+    kv_dtype: str
+    block_size: int
+    adapter: str = ""
+    salt: str = ""
+    secret: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """The four states of one tier; they always add up to `total` (I1)."""
+
+    clean: int = 0
+    cached_idle: int = 0
+    referenced: int = 0
+    fenced: int = 0
+
+    @property
+    def total(self) -> int:
+        """Blocks of the tier."""
+        return self.clean + self.cached_idle + self.referenced + self.fenced
+
+    @property
+    def free(self) -> int:
+        """Blocks that an allocation could have now."""
+        return self.clean + self.cached_idle
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaInfo:
+    """What a replica says of itself when it registers.
+
+    address: host:port of the leader's engine_server. stream_secret: what a gateway must show
+    there; only the controller hands it out. max_context: the longest sequence, in tokens.
+    """
+
+    replica_id: str
+    incarnation: str
+    model: str
+    identity: CacheIdentity
+    address: str
+    stream_secret: str
+    num_blocks: int
+    num_host_blocks: int
+    max_context: int
+    max_num_sequences: int
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    node_id: str = ""
+    tensor_parallel: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseUse:
+    """A lease that the leader has accepted and what it still may take."""
+
+    lease_id: int
+    remaining_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class RouteEvents:
+    """Route hashes that appeared on, or vanished from, a tier since the last report.
+
+    A hash is 16 bytes. In a snapshot `stored_*` is everything resident and `removed_*` is empty.
+    """
+
+    stored_device: tuple[bytes, ...] = ()
+    removed_device: tuple[bytes, ...] = ()
+    stored_host: tuple[bytes, ...] = ()
+    removed_host: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """Leader → controller: counts, ledger, speed, and what became or ceased to be resident.
+
+    sequence_number: +1 per report of this incarnation; a gap makes the controller ask for a
+    snapshot. digest_*: XOR of all resident route hashes of the tier, as an int.
+    steps_done: moves each step, and each second when idle: the watchdog's pulse.
+    leases: every accepted, unfinished lease. finished_leases: since the last report.
+    """
+
+    replica_id: str
+    incarnation: str
+    epoch: int
+    sequence_number: int
+    steps_done: int
+    device: BlockCounts
+    host: BlockCounts
+    leases: tuple[LeaseUse, ...]
+    finished_leases: tuple[int, ...]
+    num_waiting: int
+    num_running: int
+    waiting_prefill_tokens: int
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    copy_bytes_per_s: float
+    preemptions: int
+    events: RouteEvents
+    digest_device: int = 0
+    digest_host: int = 0
+    is_snapshot: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReportReply:
+    """Controller → leader. `unknown` = register again (the controller restarted)."""
+
+    unknown: bool = False
+    needs_snapshot: bool = False
+    draining: bool = False
+    fence: bool = False  # declared dead: stop serving at once
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveRequest:
+    """Gateway → controller: route and reserve, one atomic step; idempotent by (key, attempt).
+
+    route_hashes: §3.2's route chain over prompt (and resumed output), 16 bytes each.
+    num_tokens: tokens known now (prompt + resumed output). excluded: replicas that just failed
+    this request. deadline_s: seconds left.
+    """
+
+    request_key: str
+    attempt: int
+    gateway_id: str
+    model: str
+    route_hashes: tuple[bytes, ...]
+    num_tokens: int
+    num_samples: int
+    max_tokens: int | None
+    admission_class: AdmissionClass = AdmissionClass.STANDARD
+    priority: int = 0
+    tenant: str = ""
+    deadline_s: float | None = None
+    retry_token: str = ""
+    excluded: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Blocks promised to one request on one incarnation until used, given back, or expired."""
+
+    lease_id: int
+    request_key: str
+    attempt: int
+    replica_id: str
+    incarnation: str
+    address: str
+    stream_secret: str
+    num_blocks: int
+    expected_hit_tokens: int
+    expires_in_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """The request waits in the controller; its grant comes through `next_grants`."""
+
+    request_key: str
+    attempt: int
+    position: int
+    expected_wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The request was not taken. `retryable` False = it can never fit or names no model.
+
+    `error` names the class of `protos.errors` that the client shall see.
+    retry_token: shown again in `ReserveRequest.retry_token`, it goes before newcomers.
+    """
+
+    request_key: str
+    attempt: int
+    error: str
+    reason: str
+    retry_after_s: float | None = None
+    retry_token: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What a gateway must know of a served model to tokenize, hash, and refuse early."""
+
+    model: str
+    tokenizer_dir: str
+    identity: CacheIdentity
+    max_context: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None = None
+    aliases: tuple[str, ...] = field(default=())

@@ -1,0 +1,1 @@
+"""Pure decisions about blocks and steps: no tensor, no Ray, no clock of its own."""

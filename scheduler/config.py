@@ -1,0 +1,48 @@
+"""The scheduler's settings: values only, checked once."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class PreemptionMode(StrEnum):
+    """What becomes of a victim's KV when device blocks run out."""
+
+    RECOMPUTE = "recompute"
+    SWAP = "swap"
+    AUTO = "auto"  # whichever is estimated to cost fewer milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits and policies of one replica's scheduler.
+
+    num_blocks / num_host_blocks: sizes of the two tiers, in blocks.
+    max_num_sequences: rows of the input batch. max_num_batched_tokens: tokens of one step.
+    prefill_chunk: most prompt tokens of one sequence in one step; None = the step's budget.
+    max_context: longest sequence, prompt and output together.
+    watermark: share of the pool that admission keeps free for the growth of what already runs.
+    hash_bits: fewer than 128 only to provoke collisions in tests.
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    num_host_blocks: int = 0
+    max_num_sequences: int = 256
+    max_num_batched_tokens: int = 2048
+    prefill_chunk: int | None = None
+    max_context: int = 8192
+    enable_prefix_caching: bool = True
+    preemption_mode: PreemptionMode = PreemptionMode.AUTO
+    watermark: float = 0.01
+    hash_bits: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "block_size", "max_num_sequences", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, is {getattr(self, name)}")
+        if self.prefill_chunk is not None and self.prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk must be at least 1, is {self.prefill_chunk}")
+        if not 0.0 <= self.watermark < 1.0:
+            raise ValueError(f"watermark must be in [0, 1), is {self.watermark}")
+        if not 1 <= self.hash_bits <= 128:
+            raise ValueError(f"hash_bits must be in [1, 128], is {self.hash_bits}")

@@ -1,0 +1,1 @@
+"""One replica: engine loop, model runner, models, block storage and copies."""

@@ -1,0 +1,1 @@
+"""The decoder, described by data, and the families that it covers."""
