@@ -7,7 +7,8 @@ there, so a decode step carries only what changed.
 Order of a step, the same on every rank:
 
     removed_rows → new_rows → table_rows/table_blocks (append)
-    → tail_rows/tail_blocks (replace last) → device_copies → forward of `rows` → sample for `sample_rows` → append the sampled tokens
+    → tail_rows/tail_blocks (replace last) → device_copies → forward of `rows`
+    → sample for `sample_rows` → append the sampled tokens
 
 `copy_jobs` between device and host run beside the step, each on its own; a sequence whose blocks
 are the target of a job is not scheduled before the job's `CopyDone` has been given to `update`.
