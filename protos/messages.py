@@ -120,6 +120,9 @@ class SequenceDelta:
     first_position: number of output tokens of this sample sent before (resumed ones counted):
     lets the gateway prove that nothing is missing or doubled.
     prompt_logprobs: on the first delta of index 0 only; entry 0 (no context) is None.
+    error_class: names the class of `protos.errors` that the client shall see: Overloaded = the
+        lease was refused, reserve again; Unavailable = the replica is lost, resume elsewhere;
+        empty with an error = InternalError.
     """
 
     request_key: str
@@ -131,6 +134,7 @@ class SequenceDelta:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     error: str = ""
+    error_class: str = ""
 
 
 @dataclass(frozen=True, slots=True)
