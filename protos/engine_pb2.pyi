@@ -18,14 +18,16 @@ class EngineCommand(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("gateway_id", "incarnation", "stream_secret")
+    __slots__ = ("gateway_id", "incarnation", "stream_secret", "received_sequence")
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STREAM_SECRET_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     gateway_id: str
     incarnation: str
     stream_secret: str
-    def __init__(self, gateway_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., stream_secret: _Optional[str] = ...) -> None: ...
+    received_sequence: int
+    def __init__(self, gateway_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., stream_secret: _Optional[str] = ..., received_sequence: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("request_key", "prompt_token_ids", "sampling", "samples", "lease_id", "lease_blocks", "admission_class", "priority", "deadline_s", "cache_salt", "adapter")
@@ -116,15 +118,25 @@ class Finish(_message.Message):
     def __init__(self, request_key: _Optional[str] = ..., index: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class EngineOutputs(_message.Message):
-    __slots__ = ("step", "deltas")
+    __slots__ = ("step", "deltas", "sequence", "attached")
     STEP_FIELD_NUMBER: _ClassVar[int]
     DELTAS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
     step: int
     deltas: _containers.RepeatedCompositeFieldContainer[Delta]
-    def __init__(self, step: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ...) -> None: ...
+    sequence: int
+    attached: Attached
+    def __init__(self, step: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., sequence: _Optional[int] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ...) -> None: ...
+
+class Attached(_message.Message):
+    __slots__ = ("kept",)
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    kept: bool
+    def __init__(self, kept: bool = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("request_key", "index", "first_position", "token_ids", "logprobs", "prompt_logprobs", "finish_reason", "usage", "error")
+    __slots__ = ("request_key", "index", "first_position", "token_ids", "logprobs", "prompt_logprobs", "finish_reason", "usage", "error", "error_class")
     REQUEST_KEY_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +146,7 @@ class Delta(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    ERROR_CLASS_FIELD_NUMBER: _ClassVar[int]
     request_key: str
     index: int
     first_position: int
@@ -143,7 +156,8 @@ class Delta(_message.Message):
     finish_reason: str
     usage: Usage
     error: str
-    def __init__(self, request_key: _Optional[str] = ..., index: _Optional[int] = ..., first_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., error: _Optional[str] = ...) -> None: ...
+    error_class: str
+    def __init__(self, request_key: _Optional[str] = ..., index: _Optional[int] = ..., first_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., error: _Optional[str] = ..., error_class: _Optional[str] = ...) -> None: ...
 
 class Logprobs(_message.Message):
     __slots__ = ("token_ids", "values", "rank")
