@@ -39,6 +39,14 @@ lint: venv  ## ruff and the import rule
 types: venv  ## pyright, strict
 	$(BIN)/pyright
 
+protos:  ## regenerate protos/*_pb2* with grpcio-tools 1.71.2, in a throw-away venv
+	set -e; dir=$$(mktemp -d); trap 'rm -rf "$$dir"' EXIT; \
+	$(PYTHON) -m venv $$dir/venv; \
+	$$dir/venv/bin/pip install -q grpcio-tools==1.71.2 "setuptools<81"; \
+	$$dir/venv/bin/python -m grpc_tools.protoc -Ipagefleet/protos=protos --python_out=$$dir \
+		--grpc_python_out=$$dir --pyi_out=$$dir protos/inference.proto protos/engine.proto; \
+	cp $$dir/pagefleet/protos/* protos/
+
 bench: venv  ## the benchmark suite; prints ours, the reference and the ratio
 	$(BIN)/python tests/benchmarks/run_all.py
 
