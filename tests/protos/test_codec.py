@@ -100,6 +100,7 @@ def test_deltas_survive_the_wire():
             finish_reason=FinishReason.KV_EXHAUSTED,
             usage=Usage(10, 8, 17, 1, 0.25, 0.5, 1.5),
             error="why",
+            error_class="Overloaded",
         ),
     ]
     data = codec.encode_outputs(12, deltas).SerializeToString()
