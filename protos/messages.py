@@ -226,6 +226,8 @@ class ReplicaReport:
     snapshot. digest_*: XOR of all resident route hashes of the tier, as an int.
     steps_done: moves each step, and each second when idle: the watchdog's pulse.
     leases: every accepted, unfinished lease. finished_leases: since the last report.
+    finished_output_tokens: what each of them generated, same order; empty = not counted.
+    hit_tokens / query_tokens: prompt tokens found cached / looked up, over the incarnation.
     """
 
     replica_id: str
@@ -248,6 +250,9 @@ class ReplicaReport:
     digest_device: int = 0
     digest_host: int = 0
     is_snapshot: bool = False
+    hit_tokens: int = 0
+    query_tokens: int = 0
+    finished_output_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,3 +344,96 @@ class ModelCard:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None = None
     aliases: tuple[str, ...] = field(default=())
+
+
+class ReplicaState(StrEnum):
+    """Where a replica stands in the controller's eyes."""
+
+    STARTING = "starting"  # registered, its first counts are still to come
+    READY = "ready"
+    SUSPECT = "suspect"  # a gateway lost its stream; the next report clears it
+    DRAINING = "draining"  # no new leases; streams finish or move
+    DEAD = "dead"  # silent or stuck for too long, or killed
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """One replica as the controller sees it.
+
+    leased_blocks: what accepted and granted leases still may take.
+    available_blocks: what a new lease could have now, never negative.
+    hit_tokens / query_tokens: prompt tokens found cached / looked up, over this incarnation.
+    report_age_s: None before the first report.
+    """
+
+    replica_id: str
+    incarnation: str
+    model: str
+    state: ReplicaState
+    address: str
+    device: BlockCounts
+    host: BlockCounts
+    num_waiting: int
+    num_running: int
+    leased_blocks: int
+    available_blocks: int
+    hit_tokens: int
+    query_tokens: int
+    preemptions: int
+    steps_done: int
+    indexed_device: int
+    indexed_host: int
+    report_age_s: float | None
+    node_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """The whole cluster at one moment, for status pages and scaling."""
+
+    replicas: tuple[ReplicaStatus, ...]
+    queued_requests: int
+    queued_tokens: int
+    granted: int  # leases granted since the controller started
+    refused: int
+    expired: int  # deadlines that passed in the queue
+    policy: str
+    uptime_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaExplanation:
+    """What one replica would cost a request, every term in ms; the lowest total wins.
+
+    prefill_ms: prompt tokens not resident. load_ms: blocks copied from its host tier.
+    queue_ms: prefill work before it. blocks_ms: until enough blocks are free.
+    batch_ms: slow-down of its batch. affinity_ms: cached work elsewhere that would be redone.
+    """
+
+    replica_id: str
+    eligible: bool
+    hit_tokens: int
+    host_hit_tokens: int
+    available_blocks: int
+    prefill_ms: float
+    load_ms: float
+    queue_ms: float
+    blocks_ms: float
+    batch_ms: float
+    affinity_ms: float
+    total_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What would happen to a request now, and why. Nothing is reserved by asking."""
+
+    policy: str
+    decision: str  # "grant", "wait" or "refuse"
+    reason: str
+    replica_id: str | None
+    lease_blocks: int
+    expected_output_tokens: int
+    expected_wait_s: float
+    queue_position: int
+    replicas: tuple[ReplicaExplanation, ...]
