@@ -14,8 +14,11 @@ from .metadata import AttentionMetadata
 class LinearWeight(Protocol):
     """A weight [out_features, in_features] in the layout that its backend likes best."""
 
-    out_features: int
-    in_features: int
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def in_features(self) -> int: ...
 
 
 class KernelBackend(Protocol):

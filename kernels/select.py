@@ -1,0 +1,28 @@
+"""The choice of a kernel backend: the fastest that loads here, or the one the user names."""
+
+import os
+
+import torch
+
+from .backend import KernelBackend
+from .reference import ReferenceBackend
+
+ENVIRONMENT_VARIABLE = "PAGEFLEET_KERNELS"
+
+
+class BackendUnavailable(RuntimeError):
+    """The backend that was asked for by name cannot run here."""
+
+
+def select_backend(
+    device: torch.device, dtype: torch.dtype, deterministic: bool = False
+) -> KernelBackend:
+    """`cpu` (compiled) where its library loads, else `reference`.
+
+    The environment variable PAGEFLEET_KERNELS=reference|cpu overrides; a backend asked for by
+    name that cannot be had is an error, never a silent fallback.
+    """
+    wanted = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    if wanted not in ("", "reference", "cpu"):
+        raise BackendUnavailable(f"{ENVIRONMENT_VARIABLE}={wanted!r}: use reference or cpu")
+    return ReferenceBackend(deterministic)
