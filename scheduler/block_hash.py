@@ -1,0 +1,103 @@
+"""Both hash chains over a token sequence. Knows tokens and bytes; nothing of blocks or tiers.
+
+Pool chain:   h_i = XXH3-128(h_{i-1} ‖ tokens of block i), h_0's predecessor is the root.
+Route chain:  the same function over strides: each block of the first 256 tokens is a stride,
+              then 256 tokens are one, so that a long prompt costs a router few look-ups.
+
+    tokens   0 ────────────── 256 ────────────── 512 ──────
+    pool     |b|b|b|b|b|b|b|b|b|b|b|b|b|b|b|b|b|b|b|b|b|b|b|
+    route    |s|s|s|s|s|s|s|s|        s        |        s
+
+Tokens are int32 little-endian, hashes 16 bytes in XXH3's canonical (big-endian) order: equal in
+every process, on every machine. The hash is fast, not proof: who serves a hit compares tokens.
+"""
+
+import hashlib
+from struct import pack
+
+import numpy as np
+import xxhash
+
+from ..protos.messages import CacheIdentity
+from .output import Int32Array
+
+ROUTE_STRIDE_TOKENS = 256
+FORMAT_VERSION = 1
+
+
+def root_hash(identity: CacheIdentity) -> bytes:
+    """BLAKE2b-128 of all that KV content depends on besides tokens.
+
+    Each field goes in with its name and both lengths, so no two identities share an encoding.
+    """
+    digest = hashlib.blake2b(digest_size=16, person=b"pagefleet-root")
+    fields = (
+        ("format", str(FORMAT_VERSION)),
+        ("model", identity.model_fingerprint),
+        ("weights", str(identity.weights_version)),
+        ("kv_dtype", identity.kv_dtype),
+        ("block_size", str(identity.block_size)),
+        ("adapter", identity.adapter),
+        ("salt", identity.salt),
+        ("secret", identity.secret),
+    )
+    for domain, value in fields:
+        for text in (domain, value):
+            # A client's text may hold lone surrogates; they must not stop the engine.
+            data = text.encode("utf-8", "surrogatepass")
+            digest.update(pack("<Q", len(data)) + data)
+    return digest.digest()
+
+
+def token_bytes(token_ids: Int32Array) -> bytes:
+    """int32 little-endian, as both chains hash them."""
+    return np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
+
+
+def split_blocks(token_ids: Int32Array, block_size: int) -> list[bytes]:
+    """The bytes of each full block."""
+    data = token_bytes(token_ids)
+    width = 4 * block_size
+    end = len(data) // width * width
+    return [data[start : start + width] for start in range(0, end, width)]
+
+
+def extend_chain(previous: bytes, blocks: list[bytes]) -> list[bytes]:
+    """One hash per element of `blocks`, continuing from `previous`."""
+    digest = xxhash.xxh3_128_digest
+    hashes: list[bytes] = []
+    append = hashes.append
+    for block in blocks:
+        previous = digest(previous + block)
+        append(previous)
+    return hashes
+
+
+def block_hashes(root: bytes, token_ids: Int32Array, block_size: int) -> list[bytes]:
+    """The pool chain: one hash per full block."""
+    return extend_chain(root, split_blocks(token_ids, block_size))
+
+
+def stride_blocks(block_size: int) -> int:
+    """Blocks in one stride of the route chain; also how many single-block strides lead it."""
+    return max(1, ROUTE_STRIDE_TOKENS // block_size)
+
+
+def route_positions(num_tokens: int, block_size: int) -> list[int]:
+    """The token counts, ascending, at which the route chain of so many tokens has an entry."""
+    stride = stride_blocks(block_size)
+    num_blocks = num_tokens // block_size
+    head = range(1, min(num_blocks, stride) + 1)
+    tail = range(2 * stride, num_blocks + 1, stride)
+    return [count * block_size for count in (*head, *tail)]
+
+
+def route_hashes(root: bytes, token_ids: Int32Array, block_size: int) -> tuple[bytes, ...]:
+    """The route chain: one hash per entry of `route_positions`."""
+    positions = route_positions(len(token_ids), block_size)
+    data = token_bytes(token_ids)
+    starts = (0, *positions)
+    strides = [
+        data[4 * start : 4 * end] for start, end in zip(starts, positions, strict=False)
+    ]
+    return tuple(extend_chain(root, strides))
