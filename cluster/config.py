@@ -1,5 +1,128 @@
-"""What the command line was told."""
+"""What a cluster was told to be: checked values, no behaviour.
+
+Knows the limits of each setting and how sizes are written. Knows nothing of Ray, models or
+devices; what depends on them is found out by the workers.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", re.IGNORECASE)
+
+DTYPES = ("auto", "float32", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
 
 
 class CommandError(Exception):
     """A command cannot go on; the message says why and what the user can do."""
+
+
+def parse_bytes(text: str) -> int:
+    """'512MiB', '2G', '1.5 GiB' or a plain number of bytes."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise CommandError(f"{text!r} is not a size; write it like 512MiB, 2GiB or 1073741824")
+    number, unit = match.groups()
+    return int(float(number) * (_UNITS | _BINARY_UNITS)[unit.lower()])
+
+
+def format_bytes(num_bytes: int) -> str:
+    """'512 MiB': the largest binary unit that leaves at least 1."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """A cluster that serves one model, as the flags of `pagefleet serve` describe it.
+
+    model: a checkpoint folder or a hub id. served_model_name: what clients call it.
+    num_blocks / kv_memory: size of each replica's KV pool, in blocks or bytes; both None = by
+        `memory_fraction`. host_memory: bytes of each replica's second tier; 0 = none.
+    max_model_len: the longest sequence; None = the model's own.
+    address: a running Ray cluster to join; None = start a private one here.
+    grpc_port / http_port: 0 = any free one.
+    """
+
+    model: str
+    served_model_name: str
+    replicas: int = 1
+    tp: int = 1
+    host: str = "127.0.0.1"
+    grpc_port: int = 50051
+    http_port: int = 8000
+    num_blocks: int | None = None
+    kv_memory: int | None = None
+    memory_fraction: float | None = None
+    block_size: int = 16
+    host_memory: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool = True
+    dtype: str = "auto"
+    device: str = "auto"
+    deterministic: bool = False
+    address: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.served_model_name:
+            raise CommandError("--served-model-name must not be empty")
+        self._check_counts()
+        self._check_ports()
+        self._check_memory()
+        _check_choice("--dtype", self.dtype, DTYPES)
+        _check_choice("--device", self.device, DEVICES)
+
+    def _check_counts(self) -> None:
+        _check_at_least("--replicas", self.replicas, 1)
+        _check_at_least("--tp", self.tp, 1)
+        _check_at_least("--block-size", self.block_size, 1)
+        _check_at_least("--max-num-seqs", self.max_num_seqs, 1)
+        _check_at_least("--max-num-batched-tokens", self.max_num_batched_tokens, 1)
+        _check_at_least("--max-model-len", self.max_model_len, 2)
+
+    def _check_ports(self) -> None:
+        for flag, port in (("--grpc-port", self.grpc_port), ("--http-port", self.http_port)):
+            if not 0 <= port <= 65535:
+                raise CommandError(f"{flag} must be from 0 to 65535, is {port}")
+        if self.grpc_port and self.grpc_port == self.http_port:
+            raise CommandError(f"--grpc-port and --http-port are both {self.grpc_port}")
+
+    def _check_memory(self) -> None:
+        _check_at_least("--num-blocks", self.num_blocks, 1)
+        _check_at_least("--kv-memory", self.kv_memory, 1)
+        _check_at_least("--host-memory", self.host_memory, 0)
+        sizes = (self.num_blocks, self.kv_memory, self.memory_fraction)
+        if sum(size is not None for size in sizes) > 1:
+            raise CommandError(
+                "--num-blocks, --kv-memory and --gpu-memory-utilization each size the KV pool: "
+                "give one"
+            )
+        if self.memory_fraction is not None and not 0.0 < self.memory_fraction <= 1.0:
+            raise CommandError(
+                f"--gpu-memory-utilization must be above 0 and at most 1, is {self.memory_fraction}"
+            )
+
+
+def default_served_name(model: str) -> str:
+    """A hub id names itself; a folder is called by its last part."""
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_dir() else model
+
+
+def _check_at_least(flag: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise CommandError(f"{flag} must be at least {least}, is {value}")
+
+
+def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise CommandError(f"{flag} must be one of {', '.join(choices)}, is {value!r}")

@@ -1,0 +1,77 @@
+"""Settings of a cluster: what is refused, and how sizes are read."""
+
+from pathlib import Path
+
+import pytest
+
+from pagefleet.cluster.config import (
+    ClusterConfig,
+    CommandError,
+    default_served_name,
+    format_bytes,
+    parse_bytes,
+)
+
+
+def make_config(**changes: object) -> ClusterConfig:
+    return ClusterConfig(**{"model": "m", "served_model_name": "m", **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("1073741824", 2**30),
+        ("512MiB", 2**29),
+        ("1.5 GiB", 3 * 2**29),
+        ("2g", 2 * 10**9),
+        ("3kB", 3000),
+        ("0", 0),
+    ],
+)
+def test_sizes_are_read(text: str, num_bytes: int):
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1GiB", "1XB", "1e9", "GiB"])
+def test_other_texts_are_not_sizes(text: str):
+    with pytest.raises(CommandError, match="is not a size"):
+        parse_bytes(text)
+
+
+def test_sizes_are_written():
+    assert format_bytes(0) == "0 B"
+    assert format_bytes(512 * 2**20) == "512 MiB"
+    assert format_bytes(3 * 2**40) == "3 TiB"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"replicas": 0}, "--replicas"),
+        ({"tp": 0}, "--tp"),
+        ({"block_size": 0}, "--block-size"),
+        ({"max_model_len": 1}, "--max-model-len"),
+        ({"grpc_port": 70000}, "--grpc-port"),
+        ({"grpc_port": 8000}, "both 8000"),
+        ({"num_blocks": 0}, "--num-blocks"),
+        ({"num_blocks": 8, "kv_memory": 2**20}, "give one"),
+        ({"memory_fraction": 1.5}, "--gpu-memory-utilization"),
+        ({"host_memory": -1}, "--host-memory"),
+        ({"dtype": "float8"}, "--dtype"),
+        ({"device": "tpu"}, "--device"),
+        ({"served_model_name": ""}, "--served-model-name"),
+    ],
+)
+def test_a_wrong_setting_is_named(changes: dict[str, object], message: str):
+    with pytest.raises(CommandError, match=message):
+        make_config(**changes)
+
+
+def test_any_free_port_may_be_asked_for_twice():
+    assert make_config(grpc_port=0, http_port=0).http_port == 0
+
+
+def test_a_folder_is_served_under_its_name_and_a_hub_id_under_itself(tmp_path: Path):
+    (tmp_path / "my-model").mkdir()
+    assert default_served_name(str(tmp_path / "my-model")) == "my-model"
+    assert default_served_name("org/name") == "org/name"
