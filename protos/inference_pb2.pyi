@@ -271,7 +271,7 @@ class TierState(_message.Message):
     def __init__(self, clean: _Optional[int] = ..., cached_idle: _Optional[int] = ..., referenced: _Optional[int] = ..., fenced: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class ReplicaState(_message.Message):
-    __slots__ = ("replica_id", "incarnation", "model", "state", "device", "host", "num_running", "num_waiting", "leased_blocks", "hit_tokens", "preemptions")
+    __slots__ = ("replica_id", "incarnation", "model", "state", "device", "host", "num_running", "num_waiting", "leased_blocks", "available_blocks", "query_tokens", "hit_tokens", "preemptions", "report_age_s")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -281,8 +281,11 @@ class ReplicaState(_message.Message):
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     LEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    AVAILABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    REPORT_AGE_S_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     incarnation: str
     model: str
@@ -292,17 +295,32 @@ class ReplicaState(_message.Message):
     num_running: int
     num_waiting: int
     leased_blocks: int
+    available_blocks: int
+    query_tokens: int
     hit_tokens: int
     preemptions: int
-    def __init__(self, replica_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[str] = ..., device: _Optional[_Union[TierState, _Mapping]] = ..., host: _Optional[_Union[TierState, _Mapping]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    report_age_s: float
+    def __init__(self, replica_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[str] = ..., device: _Optional[_Union[TierState, _Mapping]] = ..., host: _Optional[_Union[TierState, _Mapping]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., available_blocks: _Optional[int] = ..., query_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., report_age_s: _Optional[float] = ...) -> None: ...
 
 class GetClusterStateResponse(_message.Message):
-    __slots__ = ("replicas", "queue_length")
+    __slots__ = ("replicas", "queued_requests", "queued_tokens", "granted", "refused", "expired", "policy", "uptime_s")
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
-    QUEUE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    EXPIRED_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     replicas: _containers.RepeatedCompositeFieldContainer[ReplicaState]
-    queue_length: int
-    def __init__(self, replicas: _Optional[_Iterable[_Union[ReplicaState, _Mapping]]] = ..., queue_length: _Optional[int] = ...) -> None: ...
+    queued_requests: int
+    queued_tokens: int
+    granted: int
+    refused: int
+    expired: int
+    policy: str
+    uptime_s: float
+    def __init__(self, replicas: _Optional[_Iterable[_Union[ReplicaState, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., granted: _Optional[int] = ..., refused: _Optional[int] = ..., expired: _Optional[int] = ..., policy: _Optional[str] = ..., uptime_s: _Optional[float] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
     __slots__ = ("request_id",)
