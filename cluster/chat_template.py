@@ -1,0 +1,64 @@
+"""A model's chat template: messages in, prompt text out.
+
+Templates are Jinja from the checkpoint, so they run in a sandbox that can change nothing. Knows
+no tokenizer; the special tokens' texts come in.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import NoReturn
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ..protos.errors import InvalidArgument
+
+# The public proto's name; the HTTP front calls it "messages".
+FIELD = "chat.messages"
+
+
+class ChatTemplate:
+    """One compiled template, as transformers would run it."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse  # pyright: ignore[reportArgumentType]
+        environment.globals["strftime_now"] = _now  # pyright: ignore[reportArgumentType]
+        self._template = environment.from_string(source)
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The prompt, up to where the assistant's answer begins.
+
+        Raises InvalidArgument where the template refuses the messages or fails on them.
+        """
+        if not messages:
+            raise InvalidArgument(FIELD, "there is no message")
+        try:
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=True,
+                **self._special_tokens,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            problem = f"the model's chat template refuses them: {error}"
+            raise InvalidArgument(FIELD, problem) from error
+
+
+def _refuse(message: str) -> NoReturn:
+    """`raise_exception` of templates, e.g. for roles that do not alternate."""
+    raise jinja2.TemplateError(message)
+
+
+def _now(pattern: str) -> str:
+    """`strftime_now` of templates that put the date into their system message."""
+    return datetime.now().strftime(pattern)
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    """As transformers has it: jinja's own filter escapes HTML, which models never saw."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -1,0 +1,97 @@
+"""What a client asks for and what it gets, as the gateway sees it: values only.
+
+Both fronts (gRPC and HTTP) make a `GenerateCall` of what they read and write out `OutputDelta`s;
+neither knows how the gateway comes by them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..protos.messages import AdmissionClass, FinishReason, SamplingParams, TokenLogprobs
+
+ChatMessage = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Text to tokenize; `add_special_tokens` as the tokenizer has them (BOS)."""
+
+    text: str
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids, taken as they are."""
+
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Messages (role, content) for the model's chat template."""
+
+    messages: Sequence[ChatMessage]
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """One call of a client, from either front.
+
+    tenant: whose queue share it takes and whose `cancel` may end it.
+    request_id: the client's own name for it, or empty; never an internal key.
+    deadline_s: seconds left when the call arrived; None = no deadline.
+    retry_token: from an earlier refusal that was an appointment.
+    """
+
+    prompt: Prompt
+    model: str = ""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    cache_salt: str = ""
+    admission_class: AdmissionClass = AdmissionClass.STANDARD
+    priority: int = 0
+    tenant: str = ""
+    request_id: str = ""
+    resume_token_ids: tuple[int, ...] = ()
+    deadline_s: float | None = None
+    retry_token: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationUsage:
+    """What one sample took. Times are in seconds, `first_token_s` and `total_s` from arrival."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    preemptions: int
+    replica: str
+    resumes: int
+    admission_s: float
+    queued_s: float
+    prefill_s: float
+    decode_s: float
+    first_token_s: float | None
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """New tokens of one sample; `finish_reason` and `usage` come together, with the last ones.
+
+    text: what may be shown by now; it can lag behind the tokens.
+    text_ends: for each token, the length of the sample's text once all of that token is in it.
+    prompt_logprobs: once, with the first delta of sample 0, if asked for.
+    """
+
+    index: int
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    text_ends: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    finish_reason: FinishReason | None = None
+    usage: GenerationUsage | None = None
