@@ -23,16 +23,20 @@ class PagefleetError(Exception):
         http_status: HTTP status code.
         reason: short upper-case word for `google.rpc.ErrorInfo.reason`.
         retry_after_s: seconds after which a retry can succeed; None where a retry does not help.
+        retry_token: shown again with that retry, it goes before newcomers; empty without one.
     """
 
     grpc_code: ClassVar[str] = "INTERNAL"
     http_status: ClassVar[int] = 500
     reason: ClassVar[str] = "INTERNAL"
 
-    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, message: str, *, retry_after_s: float | None = None, retry_token: str = ""
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.retry_after_s = retry_after_s
+        self.retry_token = retry_token
 
     def __reduce__(self) -> tuple[object, ...]:
         # Ray pickles errors between processes; subclasses have other signatures than Exception's.
@@ -122,3 +126,36 @@ class RequestCancelled(PagefleetError):
 
 class InternalError(PagefleetError):
     """A fault of ours; details stand in the server's log under the request id."""
+
+
+_BY_NAME: dict[str, type[PagefleetError]] = {
+    error.__name__: error
+    for error in (
+        Unauthenticated,
+        PermissionDenied,
+        Overloaded,
+        Unavailable,
+        DeadlineExceeded,
+        RequestCancelled,
+    )
+}
+
+
+def error_named(
+    name: str, message: str, *, retry_after_s: float | None = None, retry_token: str = ""
+) -> PagefleetError:
+    """The error that another process named (`Refused.error`, `SequenceDelta.error_class`).
+
+    An InvalidArgument's message is "field: problem", as its own constructor writes it. A name
+    that is not of this tree is a fault of ours.
+    """
+    if name == InvalidArgument.__name__:
+        field, separator, problem = message.partition(": ")
+        has_field = bool(separator) and " " not in field
+        return InvalidArgument(field, problem) if has_field else InvalidArgument("request", message)
+    if name == ModelNotFound.__name__:
+        error = ModelNotFound("")
+        error.message = message
+        return error
+    kind = _BY_NAME.get(name, InternalError)
+    return kind(message, retry_after_s=retry_after_s, retry_token=retry_token)
