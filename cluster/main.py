@@ -58,6 +58,34 @@ def plan(
     )
 
 
+@app.command()
+def simulate(
+    trace: Annotated[Path, typer.Option(help="JSON lines with `in` and `out`, .gz or plain.")],
+    allocators: Annotated[
+        bool, typer.Option("--allocators", help="Compare ways to allocate memory.")
+    ] = False,
+    blocks: Annotated[int, typer.Option(help="Blocks of a replica's pool.")] = 4096,
+    block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
+    max_model_len: Annotated[int, typer.Option(help="The longest sequence allowed.")] = 8192,
+    num_requests: Annotated[int, typer.Option(help="How much of the trace is used.")] = 2000,
+    png: Annotated[Path | None, typer.Option(help="Write a plot there.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows there.")] = None,
+) -> None:
+    """Replay a trace through models of the memory, without a GPU."""
+    from .plan_command import compare_allocators
+
+    compare_allocators(
+        trace,
+        num_slots=blocks * block_size,
+        block_size=block_size,
+        max_length=max_model_len,
+        num_requests=num_requests,
+        png=png,
+        json_file=json_file,
+        console=Console(),
+    )
+
+
 @models_app.command("list")
 def models_list(as_json: AsJson = False) -> None:
     """The default model and the hub's cache, with sizes and folders."""

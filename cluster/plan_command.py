@@ -67,6 +67,7 @@ def print_plan(
         f"{table.num_blocks:,} blocks; its table takes {format_bytes(table.table_bytes)}, "
         f"1/{table.payload_per_table_byte:,.0f} of its {format_bytes(table.payload_bytes)} of KV.",
         highlight=False,
+        soft_wrap=True,
     )
 
 
@@ -78,6 +79,7 @@ def _print_shape(plan: CapacityPlan, console: Console) -> None:
         f"{shape.dtype}, tp {shape.tp}: {format_bytes(plan.bytes_per_token)} per token and rank, "
         f"pool {format_bytes(plan.pool_bytes)} = {num_tokens:,} tokens",
         highlight=False,
+        soft_wrap=True,
     )
 
 
@@ -106,4 +108,4 @@ def compare_allocators(
         json_file.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     if png is not None:
         plot(results, png)
-        console.print(f"plot: {png}", highlight=False)
+        console.print(f"plot: {png}", highlight=False, soft_wrap=True)

@@ -17,13 +17,13 @@ def make_table(headers: Sequence[str], title: str | None = None) -> Table:
     """A plain table: the first column to the left, numbers to the right."""
     table = Table(box=None, title=title, title_justify="left", pad_edge=False)
     for place, header in enumerate(headers):
-        table.add_column(header, justify="right" if place else "left")
+        table.add_column(header, justify="right" if place else "left", no_wrap=True)
     return table
 
 
 def plan_table(plan: CapacityPlan) -> Table:
     """One row a block size; the recommended one is marked."""
-    headers = ("block size", "bytes", "blocks", "slots", "needed", "waste", "", "sequences held")
+    headers = ("block size", "bytes", "blocks", "slots", "needed", "waste", "", "held")
     table = make_table(headers)
     for size in plan.sizes:
         mark = " *" if size.block_size == plan.recommended_block_size else ""
@@ -35,7 +35,7 @@ def plan_table(plan: CapacityPlan) -> Table:
             f"{size.blocks_needed:,}",
             f"{size.waste_slots:,}",
             f"{size.waste_share:.1%}",
-            f"{size.held} of {len(plan.lengths)}" + ("" if size.fits else " (does not fit)"),
+            f"{size.held} of {len(plan.lengths)}",
         )
     return table
 
