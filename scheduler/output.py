@@ -129,7 +129,9 @@ class ModelRunnerOutput:
 
     token_ids: int32 [num_samples], in the order of `SchedulerOutput.sample_rows`.
     logprobs: by position in `sample_rows`, only for rows that asked.
-    prompt_logprobs: by row, the entries of this step's prompt positions, only for rows that asked.
+    prompt_logprobs: by row, the entries of the prompt positions that this step's tokens predict,
+        only for rows that asked: computing positions c..e-1 of a prompt of n tokens gives those
+        of c+1..min(e, n-1), and with c = 0 also None for position 0 first.
     copies_done: jobs that ended since the last output.
     failed_rows: rows whose logits were not finite; they end with an error, alone.
     elapsed_s: time the step took on the device, for the measured rates.

@@ -1,0 +1,72 @@
+"""A worker's settings: values only. Knows no model and no tensor."""
+
+from dataclasses import dataclass
+
+from ..scheduler.config import PreemptionMode, SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """What one rank of a replica loads, and how much it may take.
+
+    model: a Hugging Face checkpoint folder, or a hub id (revision: its branch, tag or commit).
+    device: "auto" (a GPU where there is one), "cpu", "cuda", "cuda:1".
+    dtype: "auto" (float32 on the CPU, else the checkpoint's), "float32", "bfloat16".
+    num_blocks, kv_memory (bytes), memory_fraction: the pool's size; the first that is set holds.
+        memory_fraction: of the device's memory, weights and workspace included, on a GPU
+        (None = 0.9); of the memory available once the weights are loaded, on the CPU (None = 0.25).
+    host_memory: bytes of the second tier; 0 = none.
+    max_context: None = the model's own; longer is refused.
+    prefill_chunk: None = up to the step's budget.
+    deterministic: logits do not depend on batch, chunk or row count.
+    num_threads: None = torch's default.
+    """
+
+    model: str
+    revision: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_memory: int | None = None
+    memory_fraction: float | None = None
+    host_memory: int = 0
+    max_context: int | None = None
+    max_num_sequences: int = 256
+    max_num_batched_tokens: int = 2048
+    prefill_chunk: int | None = None
+    enable_prefix_caching: bool = True
+    preemption_mode: PreemptionMode = PreemptionMode.AUTO
+    deterministic: bool = False
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_sequences", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, is {getattr(self, name)}")
+        for name in ("num_blocks", "kv_memory", "max_context", "prefill_chunk", "num_threads"):
+            value: int | None = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, is {value}")
+        if self.memory_fraction is not None and not 0.0 < self.memory_fraction <= 1.0:
+            raise ValueError(f"memory_fraction must be in (0, 1], is {self.memory_fraction}")
+        if self.host_memory < 0:
+            raise ValueError(f"host_memory must not be negative, is {self.host_memory}")
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise ValueError(f"dtype must be auto, float32 or bfloat16, is {self.dtype!r}")
+
+    def scheduler_config(
+        self, num_blocks: int, num_host_blocks: int, max_context: int
+    ) -> SchedulerConfig:
+        """The scheduler's settings, once the model runner knows the sizes of its pools."""
+        return SchedulerConfig(
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            num_host_blocks=num_host_blocks,
+            max_num_sequences=self.max_num_sequences,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            prefill_chunk=self.prefill_chunk,
+            max_context=max_context,
+            enable_prefix_caching=self.enable_prefix_caching,
+            preemption_mode=self.preemption_mode,
+        )

@@ -1,0 +1,213 @@
+"""The step's input, kept between steps: one row per running sequence, updated by deltas.
+
+Knows tokens, block tables and sampling parameters as arrays; no object per token, no tensor on
+a device. The scheduler owns the meaning of rows; this only obeys.
+"""
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..kernels.metadata import AttentionMetadata
+from ..protos.messages import SamplingParams
+from ..scheduler.output import Int32Array, NewRow, SchedulerOutput
+
+Int64Array = NDArray[np.int64]
+Float32Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """What the model computes in one step. token_ids: int64 [T]."""
+
+    token_ids: Tensor
+    metadata: AttentionMetadata
+
+
+class SamplingRows:
+    """Sampling parameters by row: arrays for what every row has, dicts for what few have.
+
+    penalised, biased, floored (min_tokens), reporting (logprobs): whether a row needs that work.
+    forbidden_ids: what min_tokens keeps back; empty where the row has no min_tokens.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.temperature = np.ones(num_rows, dtype=np.float32)
+        self.top_k = np.zeros(num_rows, dtype=np.int64)
+        self.top_p = np.ones(num_rows, dtype=np.float32)
+        self.min_p = np.zeros(num_rows, dtype=np.float32)
+        self.repetition = np.ones(num_rows, dtype=np.float32)
+        self.presence = np.zeros(num_rows, dtype=np.float32)
+        self.frequency = np.zeros(num_rows, dtype=np.float32)
+        self.seed = np.zeros(num_rows, dtype=np.uint64)
+        self.sample_index = np.zeros(num_rows, dtype=np.int64)
+        self.min_tokens = np.zeros(num_rows, dtype=np.int64)
+        self.is_random = np.zeros(num_rows, dtype=np.bool_)
+        self.is_penalised = np.zeros(num_rows, dtype=np.bool_)
+        self.is_special = np.zeros(num_rows, dtype=np.bool_)  # anything but plain greedy or draw
+        self.logit_bias: dict[int, tuple[Int64Array, Float32Array]] = {}
+        self.forbidden_ids: dict[int, Int64Array] = {}
+        self.num_logprobs: dict[int, int] = {}
+        self.num_prompt_logprobs: dict[int, int] = {}
+
+    def set(self, new: NewRow, eos_token_ids: tuple[int, ...]) -> None:
+        """Take over a new row's parameters."""
+        row, params = new.row, new.sampling
+        self._clear_rare(row)
+        self.temperature[row] = params.temperature
+        self.top_k[row] = params.top_k
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.repetition[row] = params.repetition_penalty
+        self.presence[row] = params.presence_penalty
+        self.frequency[row] = params.frequency_penalty
+        assert params.seed is not None or params.temperature == 0.0, f"row {row} has no seed"
+        self.seed[row] = params.seed or 0
+        self.sample_index[row] = new.sample_index
+        self.min_tokens[row] = params.min_tokens
+        self.is_random[row] = params.temperature > 0.0
+        self.is_penalised[row] = (
+            params.repetition_penalty != 1.0
+            or params.presence_penalty != 0.0
+            or params.frequency_penalty != 0.0
+        )
+        self._set_rare(row, params, eos_token_ids)
+
+    def _set_rare(self, row: int, params: SamplingParams, eos_token_ids: tuple[int, ...]) -> None:
+        if params.logit_bias:
+            ids, values = zip(*params.logit_bias, strict=True)
+            bias = np.array(ids, dtype=np.int64), np.array(values, dtype=np.float32)
+            self.logit_bias[row] = bias
+        if params.min_tokens > 0:
+            eos = () if params.ignore_eos else eos_token_ids
+            self.forbidden_ids[row] = np.array((*eos, *params.stop_token_ids), dtype=np.int64)
+        if params.logprobs is not None:
+            self.num_logprobs[row] = params.logprobs
+        if params.prompt_logprobs is not None:
+            self.num_prompt_logprobs[row] = params.prompt_logprobs
+        self.is_special[row] = (
+            self.is_penalised[row]
+            or row in self.logit_bias
+            or row in self.forbidden_ids
+            or row in self.num_logprobs
+        )
+
+    def _clear_rare(self, row: int) -> None:
+        for by_row in (
+            self.logit_bias,
+            self.forbidden_ids,
+            self.num_logprobs,
+            self.num_prompt_logprobs,
+        ):
+            by_row.pop(row, None)
+
+
+class InputBatch:
+    """Tokens and block tables of all rows.
+
+    tokens: int32 [num_rows, max_context], prompt then output; block_tables: int32
+    [num_rows, max_blocks]; num_tokens, num_prompt_tokens, num_blocks: int64 [num_rows].
+    Beyond a row's counts both matrices hold whatever stood there before.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        max_context: int,
+        block_size: int,
+        device: torch.device,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        self.block_size = block_size
+        self.sampling = SamplingRows(num_rows)
+        # One column more than the context: the token sampled at its very end needs a place.
+        self.tokens = np.zeros((num_rows, max_context + 1), dtype=np.int32)
+        self.block_tables = np.zeros((num_rows, -(-max_context // block_size)), dtype=np.int32)
+        self.num_tokens = np.zeros(num_rows, dtype=np.int64)
+        self.num_prompt_tokens = np.zeros(num_rows, dtype=np.int64)
+        self.num_blocks = np.zeros(num_rows, dtype=np.int64)
+        self._device = device
+        self._eos_token_ids = eos_token_ids
+        self._index = np.arange(max(num_rows, max_context) + 1, dtype=np.int64)
+
+    def apply(self, output: SchedulerOutput) -> None:
+        """The deltas of one step, in the order that `SchedulerOutput` promises."""
+        for new in output.new_rows:
+            self._set_row(new)
+        if len(output.table_rows) > 0:
+            self._append_blocks(output.table_rows, output.table_blocks)
+        if len(output.tail_rows) > 0:
+            last = self.num_blocks[output.tail_rows] - 1
+            self.block_tables[output.tail_rows, last] = output.tail_blocks
+
+    def append_tokens(self, rows: Int32Array, token_ids: Int32Array) -> None:
+        """One sampled token for each of the rows, all different."""
+        self.tokens[rows, self.num_tokens[rows]] = token_ids
+        self.num_tokens[rows] += 1
+
+    def prepare(self, output: SchedulerOutput) -> StepInput:
+        """Tokens, positions and slots of the scheduled rows, flat in the order of the batch."""
+        counts = output.num_scheduled_tokens.astype(np.int64)
+        first = output.num_computed_tokens.astype(np.int64)
+        num_sequences = len(counts)
+        starts = np.zeros(num_sequences + 1, dtype=np.int32)
+        np.cumsum(counts, out=starts[1:])
+        num_tokens = int(starts[-1])
+        longest = int(counts.max())
+        if longest == 1:
+            rows, positions = output.rows, first
+        else:
+            rows = np.repeat(output.rows, counts)
+            positions = np.arange(num_tokens, dtype=np.int64)
+            positions += np.repeat(first - starts[:-1], counts)
+        blocks = self.block_tables[rows, positions // self.block_size].astype(np.int64)
+        slots = blocks * self.block_size + positions % self.block_size
+        context_lens = (first + counts).astype(np.int32)
+        max_context_len = int(context_lens.max())
+        num_blocks = -(-max_context_len // self.block_size)
+        metadata = AttentionMetadata(
+            query_starts=self._to_device(starts),
+            context_lens=self._to_device(context_lens),
+            block_tables=self._to_device(self.block_tables[output.rows, :num_blocks]),
+            positions=self._to_device(positions),
+            slots=self._to_device(slots),
+            num_decodes=num_sequences if longest == 1 else int((counts != 1).argmax()),
+            max_query_len=longest,
+            max_context_len=max_context_len,
+        )
+        token_ids = self.tokens[rows, positions].astype(np.int64)
+        return StepInput(self._to_device(token_ids), metadata)
+
+    def _set_row(self, new: NewRow) -> None:
+        row, num_tokens, num_blocks = new.row, len(new.token_ids), len(new.block_table)
+        self.tokens[row, :num_tokens] = new.token_ids
+        self.block_tables[row, :num_blocks] = new.block_table
+        self.num_tokens[row] = num_tokens
+        self.num_prompt_tokens[row] = new.num_prompt_tokens
+        self.num_blocks[row] = num_blocks
+        self.sampling.set(new, self._eos_token_ids)
+
+    def _append_blocks(self, rows: Int32Array, blocks: Int32Array) -> None:
+        """A row may stand several times; its blocks are appended in the order given."""
+        order = np.argsort(rows, kind="stable")
+        ordered = rows[order]
+        is_first = np.empty(len(rows), dtype=np.bool_)
+        is_first[0] = True
+        np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
+        first = np.flatnonzero(is_first)
+        lengths = np.diff(np.append(first, len(rows)))
+        within = np.arange(len(rows)) - np.repeat(first, lengths)
+        self.block_tables[ordered, self.num_blocks[ordered] + within] = blocks[order]
+        self.num_blocks[ordered[first]] += lengths
+
+    def _to_device(self, array: NDArray[np.generic]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self._device.type == "cpu":
+            return tensor
+        # A pinned buffer of its own each step: torch keeps it until the copy has ended, so the
+        # next step cannot overwrite it.
+        return tensor.pin_memory().to(self._device, non_blocking=True)

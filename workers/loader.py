@@ -1,0 +1,227 @@
+"""Checkpoints from disk or hub: which files, which tensors, in which dtype. Knows no decoder.
+
+Tensors are memory-mapped: one that is used as it stands costs no memory of its own.
+"""
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .models.config import ConfigFields, ModelError, UnsupportedModel
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# Rotary frequencies that old checkpoints carry although they follow from the configuration.
+_DERIVED_SUFFIX = "rotary_emb.inv_freq"
+# Fields of config.json that say how it was written, not what the model computes.
+_UNHASHED_FIELDS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+_SAMPLES_PER_TENSOR = 32
+_SAMPLE_BYTES = 256
+_LARGEST_HEADER = 100 * 2**20
+
+
+class CheckpointError(ModelError):
+    """A file or tensor is missing, damaged, or not what the configuration says."""
+
+
+def resolve_folder(model: str, revision: str | None = None) -> Path:
+    """The folder of a checkpoint: itself, or a hub id's snapshot in Hugging Face's cache.
+
+    Honours HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE, as `huggingface_hub` does.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        raise CheckpointError(f"{model} is neither a folder nor a hub id (organisation/name)")
+    try:
+        path = snapshot_download(model, revision=revision, allow_patterns=HUB_PATTERNS)
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        raise CheckpointError(f"{model} cannot be had from the hub: {error}") from error
+    return Path(path)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one tensor lies. begin, end: byte offsets in the file."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Checkpoint:
+    """The tensors of a Hugging Face folder by name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stored: dict[str, StoredTensor] = {}
+        for path in _weight_files(folder):
+            self._stored.update(_read_header(path))
+        self._unused = {name for name in self._stored if not name.endswith(_DERIVED_SUFFIX)}
+        self._open_path: Path | None = None
+        self._open_file: safe_open | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that most bytes have."""
+        totals: dict[str, int] = {}
+        for stored in self._stored.values():
+            totals[stored.dtype] = totals.get(stored.dtype, 0) + stored.end - stored.begin
+        name = max(totals, key=lambda dtype: totals[dtype])
+        if name not in _DTYPES:
+            raise UnsupportedModel(f"{self.folder}: weights of dtype {name} are not supported")
+        return _DTYPES[name]
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """One tensor, memory-mapped, as it is stored; its shape must be the one expected."""
+        stored = self._stored.get(name)
+        if stored is None:
+            raise CheckpointError(f"{self.folder}: tensor {name} is missing")
+        if stored.shape != shape:
+            raise CheckpointError(
+                f"{stored.path}: tensor {name} has shape {list(stored.shape)},"
+                f" the configuration asks for {list(shape)}"
+            )
+        if stored.dtype not in _DTYPES:
+            raise UnsupportedModel(
+                f"{stored.path}: tensor {name} of dtype {stored.dtype} is not supported"
+            )
+        self._unused.discard(name)
+        return self._open(stored.path).get_tensor(name)
+
+    def ignore(self, name: str) -> None:
+        """A tensor that may be there and is not needed."""
+        self._unused.discard(name)
+
+    def check_all_used(self) -> None:
+        """A tensor nobody asked for is a feature that would be served wrong."""
+        if self._unused:
+            names = sorted(self._unused)
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise UnsupportedModel(
+                f"{self.folder}: tensors without a use: {', '.join(names[:3])}{more}"
+            )
+
+    def fingerprint(self) -> str:
+        """32 hex digits that identify the model by content, in milliseconds.
+
+        BLAKE2b over config.json (without fields that only tell how it was written) and, in
+        order of name, every tensor's name, dtype, shape and up to 32 samples of 256 bytes spread
+        over it from its first to its last byte. Sharding and file names do not matter. An edit
+        that misses every sample is not seen: give edited weights another weights_version.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        config = ConfigFields.read(self.folder / "config.json").values
+        kept = {name: value for name, value in config.items() if name not in _UNHASHED_FIELDS}
+        digest.update(json.dumps(kept, sort_keys=True).encode())
+        files: dict[Path, BinaryIO] = {}
+        try:
+            for name, stored in sorted(self._stored.items()):
+                if stored.path not in files:
+                    files[stored.path] = stored.path.open("rb", buffering=0)
+                digest.update(f"\0{name}\0{stored.dtype}\0{stored.shape}\0".encode())
+                _hash_samples(digest, files[stored.path], stored)
+        finally:
+            for file in files.values():
+                file.close()
+        return digest.hexdigest()
+
+    def _open(self, path: Path) -> safe_open:
+        if self._open_path != path or self._open_file is None:
+            try:
+                self._open_file = safe_open(path, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} cannot be read: {error}") from error
+            self._open_path = path
+        return self._open_file
+
+
+class CheckpointSource:
+    """A checkpoint's tensors, converted to the model's dtype and moved to its device."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._device = device
+        self.num_elements = 0
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """See `TensorSource`."""
+        self.num_elements += math.prod(shape)
+        return self._checkpoint.tensor(name, shape).to(self._device, self._dtype)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / INDEX_FILE
+    if index.exists():
+        weight_map = ConfigFields.read(index).section("weight_map")
+        if weight_map is None:
+            raise CheckpointError(f"{index}: weight_map is missing")
+        paths = [folder / name for name in sorted({str(v) for v in weight_map.values.values()})]
+    else:
+        paths = [folder / SINGLE_FILE]
+    for path in paths:
+        if not path.exists():
+            others = sorted(p.name for p in folder.glob("*.bin")) + sorted(
+                p.name for p in folder.glob("*.gguf")
+            )
+            hint = f"; {others[0]} is not a format read here" if others else ""
+            raise CheckpointError(f"{path} does not exist{hint}: weights must be safetensors")
+    return paths
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    """Names and places of a safetensors file: 8 bytes of length, JSON, then the data."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _LARGEST_HEADER):
+            raise CheckpointError(f"{path} is not a safetensors file, or is cut short")
+        raw = file.read(length)
+    try:
+        header = cast(dict[str, dict[str, object]], json.loads(raw))
+        tensors = {
+            name: _stored_tensor(path, entry, 8 + length)
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} has a damaged header: {error}") from error
+    for name, stored in tensors.items():
+        if stored.end > size:
+            raise CheckpointError(f"{path} is cut short: tensor {name} ends beyond it")
+    return tensors
+
+
+def _stored_tensor(path: Path, entry: dict[str, object], data_start: int) -> StoredTensor:
+    begin, end = cast(list[int], entry["data_offsets"])
+    shape = tuple(cast(list[int], entry["shape"]))
+    return StoredTensor(path, str(entry["dtype"]), shape, data_start + begin, data_start + end)
+
+
+def _hash_samples(digest: "hashlib.blake2b", file: BinaryIO, stored: StoredTensor) -> None:
+    size = stored.end - stored.begin
+    if size <= _SAMPLES_PER_TENSOR * _SAMPLE_BYTES:
+        offsets, length = [0], size
+    else:
+        last, steps = size - _SAMPLE_BYTES, _SAMPLES_PER_TENSOR - 1
+        offsets, length = [last * step // steps for step in range(steps + 1)], _SAMPLE_BYTES
+    for offset in offsets:
+        file.seek(stored.begin + offset)
+        digest.update(file.read(length))

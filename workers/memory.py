@@ -1,0 +1,133 @@
+"""How one rank's memory is divided: weights, workspace, reserve, and what is left for KV blocks.
+
+Knows sizes and the machine's limits, no tensor of the model.
+"""
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .config import WorkerConfig
+from .models.config import DecoderConfig, ModelError
+
+_CPU_FRACTION = 0.25
+_CUDA_FRACTION = 0.9
+_RESERVE_FRACTION = 0.02
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_CGROUP_USED = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
+
+# Logits of prompt positions are computed in chunks of at most this many bytes.
+PROMPT_LOGITS_BYTES = 64 * 2**20
+
+
+class NotEnoughMemory(ModelError):
+    """What is left cannot hold a KV pool of any use."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPartition:
+    """Bytes of each part, on the device and on the host tier. `text` is for the start-up log."""
+
+    weights: int
+    workspace: int
+    reserve: int
+    kv_pool: int
+    host_pool: int
+    num_blocks: int
+    num_host_blocks: int
+
+    @property
+    def text(self) -> str:
+        """One line."""
+        parts = {
+            "weights": self.weights,
+            "workspace": self.workspace,
+            "reserve": self.reserve,
+            f"KV pool ({self.num_blocks} blocks)": self.kv_pool,
+            f"host pool ({self.num_host_blocks} blocks)": self.host_pool,
+        }
+        return ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in parts.items())
+
+
+def plan_memory(
+    config: WorkerConfig,
+    model: DecoderConfig,
+    max_context: int,
+    device: torch.device,
+    weights: int,
+    element_size: int,
+) -> MemoryPartition:
+    """Sizes of all parts; call it once the weights are loaded.
+
+    The pool never exceeds what all rows at the longest context could fill.
+    """
+    block_bytes = model.block_bytes(config.block_size, element_size)
+    workspace = workspace_bytes(config, model, element_size)
+    reserve = 0
+    if config.num_blocks is not None:
+        num_blocks = config.num_blocks
+    elif config.kv_memory is not None:
+        num_blocks = config.kv_memory // block_bytes
+    else:
+        budget, reserve = _budget(config, device, weights)
+        most = config.max_num_sequences * -(-max_context // config.block_size)
+        num_blocks = min((budget - workspace - reserve) // block_bytes, most)
+    if num_blocks < 1:
+        raise NotEnoughMemory(
+            f"no room for one KV block of {block_bytes} bytes beside weights of"
+            f" {weights / 2**20:.0f} MiB and workspace of {workspace / 2**20:.0f} MiB"
+        )
+    num_host_blocks = config.host_memory // block_bytes
+    return MemoryPartition(
+        weights=weights,
+        workspace=workspace,
+        reserve=reserve,
+        kv_pool=num_blocks * block_bytes,
+        host_pool=num_host_blocks * block_bytes,
+        num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+    )
+
+
+def workspace_bytes(config: WorkerConfig, model: DecoderConfig, element_size: int) -> int:
+    """The most that one step's activations take, logits and log-probabilities included."""
+    widest_layer = (
+        3 * model.hidden_size + 2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size
+    )
+    activations = config.max_num_batched_tokens * widest_layer * element_size
+    # Logits, the weights drawn from, and one temporary of the same size.
+    logits = 3 * config.max_num_sequences * model.vocab_size * 4
+    return activations + max(logits, 3 * PROMPT_LOGITS_BYTES)
+
+
+def _budget(config: WorkerConfig, device: torch.device, weights: int) -> tuple[int, int]:
+    """Bytes for workspace, reserve and pool, and how much of them the reserve is."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        fraction = config.memory_fraction or _CUDA_FRACTION
+        # What other processes hold is not ours to divide.
+        return min(free, int(total * fraction) - weights), int(total * _RESERVE_FRACTION)
+    available = available_memory()
+    fraction = config.memory_fraction or _CPU_FRACTION
+    return int(available * fraction), int(available * fraction * _RESERVE_FRACTION)
+
+
+def available_memory() -> int:
+    """Bytes this process could still take: the system's, within its control group's limit."""
+    available = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    for limit_path, used_path in zip(_CGROUP_LIMITS, _CGROUP_USED, strict=True):
+        limit, used = _read_bytes(limit_path), _read_bytes(used_path)
+        if limit is not None and used is not None:
+            available = min(available, max(0, limit - used))
+    return available
+
+
+def _read_bytes(path: str) -> int | None:
+    file = Path(path)
+    text = file.read_text().strip() if file.exists() else "max"
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,363 @@
+"""One rank's model: obeys `SchedulerOutput` step by step, decides nothing.
+
+Owns the weights, the block pools' tensors and the input batch. Knows no request, no lease and
+no other rank.
+"""
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.backend import KernelBackend
+from ..kernels.select import select_backend
+from ..protos.messages import SamplingParams, TokenLogprobs
+from ..scheduler.output import (
+    CopyDone,
+    Int32Array,
+    ModelRunnerOutput,
+    NewRow,
+    SchedulerOutput,
+)
+from .block_storage import BlockLayout, BlockStorage
+from .config import WorkerConfig
+from .input_batch import InputBatch
+from .loader import Checkpoint, CheckpointSource, resolve_folder
+from .memory import PROMPT_LOGITS_BYTES, MemoryPartition, plan_memory
+from .models.config import DecoderConfig, ModelError, read_config
+from .models.decoder import Decoder, load_weights
+from .sampler import Sampler, token_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What others must know of the loaded model. dtype: of weights and KV, as text."""
+
+    fingerprint: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    max_context: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    tokenizer_dir: str
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSpeed:
+    """What this machine does with this model."""
+
+    prefill_tokens_per_s: float
+    decode_step_s: float
+
+
+class ModelRunner:
+    """Runs steps. All calls come from one thread, one after the other."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        model_info: ModelInfo,
+        decoder: Decoder,
+        storage: BlockStorage,
+        partition: MemoryPartition,
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.model_info = model_info
+        self.partition = partition
+        self.storage = storage
+        self.batch = InputBatch(
+            config.max_num_sequences,
+            model_info.max_context,
+            config.block_size,
+            device,
+            model_info.eos_token_ids,
+        )
+        self._decoder = decoder
+        self._sampler = Sampler(self.batch)
+        self._device = device
+
+    @classmethod
+    def load(cls, config: WorkerConfig) -> "ModelRunner":
+        """Load the weights, then give the KV pool what the configuration allows."""
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        device = _device(config.device)
+        folder = resolve_folder(config.model, config.revision)
+        model = read_config(folder)
+        max_context = _max_context(config, model)
+        checkpoint = Checkpoint(folder)
+        dtype = _dtype(config.dtype, checkpoint.dtype, device)
+        backend = select_backend(device, dtype, config.deterministic)
+        decoder, weights = _load_decoder(model, checkpoint, dtype, device, backend, max_context)
+        partition = plan_memory(config, model, max_context, device, weights, dtype.itemsize)
+        storage = BlockStorage(
+            BlockLayout.of(model, config.block_size, dtype),
+            partition.num_blocks,
+            partition.num_host_blocks,
+            device,
+            backend,
+        )
+        info = _model_info(model, checkpoint, dtype, max_context, folder)
+        return cls(config, info, decoder, storage, partition, device)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the device pool."""
+        return self.storage.num_blocks
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of the host pool."""
+        return self.storage.num_host_blocks
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """One step, in the order that `SchedulerOutput` promises."""
+        assert output.draft_token_ids is None, "drafts are not computed by this runner"
+        started = time.perf_counter()
+        self.batch.apply(output)
+        self.storage.copy_on_write(output.device_copies)
+        self.storage.submit(output.copy_jobs)
+        if len(output.rows) == 0:
+            return ModelRunnerOutput(output.step, copies_done=self.storage.poll())
+        return self._compute(output, started)
+
+    def poll_copies(self) -> tuple[CopyDone, ...]:
+        """Copies between the tiers that ended since the last step or poll."""
+        return self.storage.poll()
+
+    def close(self) -> None:
+        """Stop the copy thread."""
+        self.storage.close()
+
+    def measure(self, num_decodes: int = 3) -> MeasuredSpeed:
+        """Time a prefill and some decode steps on an idle runner; leaves junk in its blocks."""
+        block_size, max_context = self.config.block_size, self.model_info.max_context
+        room = min(max_context, self.num_blocks * block_size) - num_decodes - 2
+        num_tokens = max(1, min(self.config.max_num_batched_tokens, 256, room))
+        new = NewRow(
+            row=0,
+            sequence_id=0,
+            token_ids=np.zeros(num_tokens, dtype=np.int32),
+            num_prompt_tokens=num_tokens,
+            block_table=np.arange(
+                min(self.num_blocks, -(-(num_tokens + num_decodes + 2) // block_size)),
+                dtype=np.int32,
+            ),
+            sampling=SamplingParams(temperature=0.0),
+            sample_index=0,
+        )
+        prefill_s = min(
+            self.execute(_one_row_step(0, num_tokens, (new,))).elapsed_s for _ in range(2)
+        )
+        decode_s = [
+            self.execute(_one_row_step(num_tokens + index, 1, ())).elapsed_s
+            for index in range(min(num_decodes, max(0, room)))
+        ]
+        self.execute(SchedulerOutput(step=0, removed_rows=np.zeros(1, dtype=np.int32)))
+        return MeasuredSpeed(num_tokens / prefill_s, min(decode_s, default=prefill_s))
+
+    def _compute(self, output: SchedulerOutput, started: float) -> ModelRunnerOutput:
+        step = self.batch.prepare(output)
+        reports = self._prompt_reports(output)
+        wanted = _WantedRows.of(output, reports)
+        rows = None
+        if not wanted.is_everything(len(step.token_ids)):
+            rows = torch.from_numpy(wanted.rows).to(self._device)
+        hidden = self._decoder.forward(step.token_ids, self.storage.layers, step.metadata, rows)
+        token_ids, logprobs, failed_rows = self._sample(output, hidden, wanted)
+        prompt_logprobs = self._prompt_logprobs(reports, hidden[wanted.num_sampled :])
+        return ModelRunnerOutput(
+            step=output.step,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            copies_done=self.storage.poll(),
+            failed_rows=failed_rows,
+            elapsed_s=time.perf_counter() - started,
+        )
+
+    def _sample(
+        self, output: SchedulerOutput, hidden: Tensor, wanted: "_WantedRows"
+    ) -> tuple[Int32Array, dict[int, TokenLogprobs], tuple[int, ...]]:
+        """Choose a token for each of `sample_rows` and append it there."""
+        rows = output.sample_rows
+        if len(rows) == 0:
+            return np.empty(0, dtype=np.int32), {}, ()
+        logits = self._decoder.logits(hidden[: wanted.num_sampled])
+        if wanted.expand is not None:
+            logits = logits[torch.from_numpy(wanted.expand).to(self._device)]
+        samples = self._sampler.sample(logits, rows)
+        self.batch.append_tokens(rows, samples.token_ids)
+        failed_rows = tuple(int(rows[entry]) for entry in samples.failed)
+        return samples.token_ids, samples.logprobs, failed_rows
+
+    def _prompt_reports(self, output: SchedulerOutput) -> "list[_PromptReport]":
+        """Which of the step's tokens predict prompt tokens whose log-probability was asked for."""
+        asked = self.batch.sampling.num_prompt_logprobs
+        if not asked:
+            return []
+        reports: list[_PromptReport] = []
+        columns = (output.rows, output.num_scheduled_tokens, output.num_computed_tokens)
+        begin = 0
+        for row, count, first in zip(*(column.tolist() for column in columns), strict=True):
+            num_prompt = int(self.batch.num_prompt_tokens[row])
+            if row in asked and first < num_prompt:
+                length = min(first + count, num_prompt - 1) - first
+                reports.append(_PromptReport(row, first, begin, length, asked[row]))
+            begin += count
+        return reports
+
+    def _prompt_logprobs(
+        self, reports: "list[_PromptReport]", hidden: Tensor
+    ) -> dict[int, tuple[TokenLogprobs | None, ...]]:
+        """Entries for prompt positions first+1 .. first+length of each report, in chunks, so that
+        tokens x vocabulary never stands in memory; position 0 has no context: None."""
+        chunk = max(1, PROMPT_LOGITS_BYTES // (4 * self.model_info.vocab_size))
+        found: dict[int, tuple[TokenLogprobs | None, ...]] = {}
+        begin = 0
+        for report in reports:
+            entries: list[TokenLogprobs | None] = [None] if report.first == 0 else []
+            first = report.first + 1
+            tokens = self.batch.tokens[report.row, first : first + report.length].astype(np.int64)
+            token_ids = torch.from_numpy(tokens).to(self._device)
+            for at in range(0, report.length, chunk):
+                end = min(at + chunk, report.length)
+                logits = self._decoder.logits(hidden[begin + at : begin + end])
+                counts = [report.num_best] * (end - at)
+                entries.extend(token_logprobs(logits, token_ids[at:end], counts))
+            begin += report.length
+            found[report.row] = tuple(entries)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptReport:
+    """Tokens begin .. begin+length-1 of the step, at positions first .. of `row`'s prompt,
+    predict prompt tokens whose num_best best are to be reported."""
+
+    row: int
+    first: int
+    begin: int
+    length: int
+    num_best: int
+
+
+@dataclass(frozen=True, slots=True)
+class _WantedRows:
+    """The step's tokens whose hidden state is needed.
+
+    rows: int64, `num_sampled` different ones to sample from, then those of prompt reports.
+    expand: int64 [num_samples], which of the first each sample reads, where siblings share one.
+    """
+
+    rows: np.ndarray[tuple[int], np.dtype[np.int64]]
+    num_sampled: int
+    expand: np.ndarray[tuple[int], np.dtype[np.int64]] | None
+
+    @classmethod
+    def of(cls, output: SchedulerOutput, reports: list[_PromptReport]) -> "_WantedRows":
+        """The rows of one step."""
+        last = output.num_scheduled_tokens.cumsum(dtype=np.int64) - 1
+        sampled = last[output.sample_entries]
+        expand = None
+        if len(sampled) > 1 and not (np.diff(sampled) > 0).all():
+            sampled, expand = np.unique(sampled, return_inverse=True)
+        num_sampled = len(sampled)
+        if reports:
+            ranges = [np.arange(r.begin, r.begin + r.length) for r in reports]
+            sampled = np.concatenate([sampled, *ranges])
+        return cls(sampled, num_sampled, expand)
+
+    def is_everything(self, num_tokens: int) -> bool:
+        """Every token of the step, in order: nothing to select. Sampled rows ascend, so their
+        number tells."""
+        return self.num_sampled == num_tokens == len(self.rows)
+
+
+def _one_row_step(first: int, count: int, new_rows: tuple[NewRow, ...]) -> SchedulerOutput:
+    """Compute `count` tokens of row 0 from position `first`, and sample."""
+    zero = np.zeros(1, dtype=np.int32)
+    return SchedulerOutput(
+        step=0,
+        rows=zero,
+        num_scheduled_tokens=zero + count,
+        num_computed_tokens=zero + first,
+        sample_entries=zero,
+        sample_rows=zero,
+        new_rows=new_rows,
+    )
+
+
+def _load_decoder(
+    model: DecoderConfig,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: KernelBackend,
+    max_context: int,
+) -> tuple[Decoder, int]:
+    """The decoder, and the bytes of its weights."""
+    source = CheckpointSource(checkpoint, dtype, device)
+    with torch.inference_mode():
+        weights = load_weights(model, source, backend)
+        decoder = Decoder(model, weights, backend, max_context)
+    if model.tie_word_embeddings:
+        checkpoint.ignore("lm_head.weight")
+    checkpoint.check_all_used()
+    return decoder, source.num_elements * dtype.itemsize
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def _dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """On the CPU float32 unless told otherwise: half-width products are slower there."""
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    if device.type == "cpu" or stored == torch.float32:
+        return torch.float32
+    return torch.bfloat16
+
+
+def _max_context(config: WorkerConfig, model: DecoderConfig) -> int:
+    if config.max_context is None:
+        return model.max_position
+    if config.max_context > model.max_position:
+        raise ModelError(
+            f"max_context {config.max_context} exceeds the model's {model.max_position} positions"
+        )
+    return config.max_context
+
+
+def _model_info(
+    model: DecoderConfig,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    max_context: int,
+    folder: Path,
+) -> ModelInfo:
+    return ModelInfo(
+        fingerprint=checkpoint.fingerprint(),
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        bos_token_id=model.bos_token_id,
+        max_context=max_context,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=str(dtype).removeprefix("torch."),
+        tokenizer_dir=str(folder),
+    )

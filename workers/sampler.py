@@ -1,0 +1,178 @@
+"""From a step's logits to its tokens and log-probabilities, for rows of the input batch.
+
+Knows rows and their parameters; the arithmetic is `kernels.sampling`. A row whose logits are
+not finite fails alone.
+"""
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels import sampling as kernels
+from ..protos.messages import TokenLogprobs
+from ..scheduler.output import Int32Array
+from .input_batch import InputBatch, Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """token_ids: int32 [n]; logprobs by entry, of entries that asked; failed: entries whose
+    logits were not finite (their token is 0)."""
+
+    token_ids: Int32Array
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])
+    failed: tuple[int, ...] = ()
+
+
+class Sampler:
+    """Chooses one token per entry.
+
+    Log-probabilities are the model's own: of the logits before penalties, bias, temperature and
+    filters.
+    """
+
+    def __init__(self, batch: InputBatch) -> None:
+        self._batch = batch
+
+    def sample(self, logits: Tensor, rows: Int32Array) -> Samples:
+        """logits: float32 [n, vocab], may be overwritten; rows: int32 [n], whose parameters,
+        tokens and seed choose."""
+        params = self._batch.sampling
+        is_special = bool(params.is_special[rows].any())
+        raw = logits.clone() if is_special and self._wants_logprobs(rows) else logits
+        if is_special:
+            self._adjust(logits, rows)
+        token_ids = kernels.greedy(logits)
+        failed = self._failed_entries(logits, token_ids)
+        is_random = params.is_random[rows]
+        if is_random.any():
+            is_random[list(failed)] = False
+            self._draw(logits, rows, np.flatnonzero(is_random), token_ids)
+        if failed:
+            token_ids[list(failed)] = 0
+        logprobs = self._logprobs(raw, rows, token_ids, failed) if is_special else {}
+        return Samples(token_ids.cpu().numpy().astype(np.int32), logprobs, failed)
+
+    def _wants_logprobs(self, rows: Int32Array) -> bool:
+        wanted = self._batch.sampling.num_logprobs
+        return bool(wanted) and any(row in wanted for row in rows.tolist())
+
+    def _adjust(self, logits: Tensor, rows: Int32Array) -> None:
+        """Penalties, bias, and no end before min_tokens, in place."""
+        params = self._batch.sampling
+        penalised = np.flatnonzero(params.is_penalised[rows])
+        if len(penalised) > 0:
+            self._penalise(logits, rows, penalised)
+        for entry, row in enumerate(rows.tolist()):
+            if row in params.logit_bias:
+                token_ids, values = (torch.from_numpy(a) for a in params.logit_bias[row])
+                entries = torch.full_like(token_ids, entry).to(logits.device)
+                kernels.add_bias(
+                    logits, entries, token_ids.to(logits.device), values.to(logits.device)
+                )
+            if row in params.forbidden_ids and self._num_output(row) < params.min_tokens[row]:
+                forbidden = torch.from_numpy(params.forbidden_ids[row]).to(logits.device)
+                kernels.forbid(logits, torch.full_like(forbidden, entry), forbidden)
+
+    def _num_output(self, row: int) -> int:
+        return int(self._batch.num_tokens[row] - self._batch.num_prompt_tokens[row])
+
+    def _penalise(self, logits: Tensor, rows: Int32Array, entries: Int64Array) -> None:
+        batch, params, device = self._batch, self._batch.sampling, logits.device
+        chosen = rows[entries]
+        lens = batch.num_tokens[chosen]
+        tokens = batch.tokens[chosen, : int(lens.max())].astype(np.int64)
+        index = torch.from_numpy(entries).to(device)
+        part = logits if len(entries) == len(logits) else logits[index]
+        kernels.apply_penalties(
+            part,
+            torch.from_numpy(tokens).to(device),
+            torch.from_numpy(batch.num_prompt_tokens[chosen]).to(device),
+            torch.from_numpy(lens).to(device),
+            torch.from_numpy(params.repetition[chosen]).to(device),
+            torch.from_numpy(params.presence[chosen]).to(device),
+            torch.from_numpy(params.frequency[chosen]).to(device),
+        )
+        if part is not logits:
+            logits[index] = part
+
+    def _failed_entries(self, logits: Tensor, best: Tensor) -> tuple[int, ...]:
+        """NaN and +inf win every comparison, and all -inf has nothing to choose: looking at the
+        best logit is enough."""
+        values = logits.gather(1, best.unsqueeze(1)).flatten()
+        finite = torch.isfinite(values)
+        if bool(finite.all()):
+            return ()
+        return tuple((~finite).nonzero().flatten().tolist())
+
+    def _draw(
+        self, logits: Tensor, rows: Int32Array, entries: Int64Array, token_ids: Tensor
+    ) -> None:
+        if len(entries) == 0:
+            return
+        params, device = self._batch.sampling, logits.device
+        chosen = rows[entries]
+        uniforms = kernels.uniforms(
+            params.seed[chosen], params.sample_index[chosen], self._batch.num_tokens[chosen]
+        )
+        index = torch.from_numpy(entries).to(device)
+        drawn = kernels.sample(
+            logits if len(entries) == len(logits) else logits[index],
+            kernels.DrawParams(
+                temperature=torch.from_numpy(params.temperature[chosen]).to(device),
+                top_k=torch.from_numpy(params.top_k[chosen]).to(device),
+                top_p=torch.from_numpy(params.top_p[chosen]).to(device),
+                min_p=torch.from_numpy(params.min_p[chosen]).to(device),
+                uniforms=torch.from_numpy(uniforms).to(device),
+            ),
+        )
+        token_ids[index] = drawn
+
+    def _logprobs(
+        self, logits: Tensor, rows: Int32Array, token_ids: Tensor, failed: tuple[int, ...]
+    ) -> dict[int, TokenLogprobs]:
+        wanted = self._batch.sampling.num_logprobs
+        entries = [
+            entry
+            for entry, row in enumerate(rows.tolist())
+            if row in wanted and entry not in failed
+        ]
+        if not entries:
+            return {}
+        counts = [wanted[int(rows[entry])] for entry in entries]
+        index = torch.tensor(entries, device=logits.device)
+        found = token_logprobs(logits[index], token_ids[index], counts)
+        return dict(zip(entries, found, strict=True))
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor, counts: list[int]) -> list[TokenLogprobs]:
+    """Of the given ids and of the counts[i] best at each position.
+
+    logits: float32 [n, vocab]; token_ids: int64 [n].
+    """
+    found = kernels.logprobs(logits, token_ids, max(counts))
+    columns = zip(
+        token_ids.tolist(),
+        found.chosen.tolist(),
+        found.ranks.tolist(),
+        found.top_ids.tolist(),
+        found.top.tolist(),
+        counts,
+        strict=True,
+    )
+    entries: list[TokenLogprobs] = []
+    for token_id, logprob, rank, top_ids, top, count in columns:
+        best = zip(top_ids[:count], top[:count], strict=True)
+        others = [pair for pair in best if pair[0] != token_id]
+        entries.append(
+            TokenLogprobs(
+                token_ids=(token_id, *(pair[0] for pair in others)),
+                logprobs=(logprob, *(pair[1] for pair in others)),
+                rank=rank,
+            )
+        )
+    return entries
