@@ -172,22 +172,27 @@ def make_plan(
         pool_bytes=pool_bytes,
         lengths=tuple(lengths),
         sizes=sizes,
-        recommended_block_size=_recommend(sizes),
+        recommended_block_size=_recommend(sizes, sum(lengths) / len(lengths)),
     )
 
 
-def _recommend(sizes: Sequence[BlockSizePlan]) -> int:
+def _recommend(sizes: Sequence[BlockSizePlan], mean_length: float) -> int:
     """The largest size that wastes little: shorter tables, longer copies, fewer hashes.
 
     Where every size wastes more, the one that wastes least of those not too small; a size that
     holds all the sequences goes before one that does not.
     """
+
+    def waste(size: BlockSizePlan) -> float:
+        # Lengths that happen to be multiples must not hide what others will waste: half a block.
+        return max(size.waste_share, (size.block_size - 1) / 2 / mean_length)
+
     fitting = [size for size in sizes if size.fits] or list(sizes)
-    frugal = [size for size in fitting if size.waste_share <= _MAX_WASTE]
+    frugal = [size for size in fitting if waste(size) <= _MAX_WASTE]
     if frugal:
         return frugal[-1].block_size
     usual = [size for size in fitting if size.block_size >= _SMALLEST_RECOMMENDED] or fitting[-1:]
-    return min(usual, key=lambda size: size.waste_share).block_size
+    return min(usual, key=waste).block_size
 
 
 def block_table(bytes_per_token: int, num_tokens: int, block_size: int) -> BlockTable:

@@ -41,7 +41,7 @@ def plan(
     dtype: Annotated[str | None, typer.Option(help="Of the KV cache; a folder's own.")] = None,
     tp: Annotated[int, typer.Option(help="Ranks that share the heads.")] = 1,
     kv_memory: Annotated[str, typer.Option(help="KV pool of one rank.")] = "16GiB",
-    lengths: Annotated[str, typer.Option(help="Like 7,11,10 or 2048x64.")] = "2048x64",
+    lengths: Annotated[str, typer.Option(help="Like 7,11,10 or 1000x100.")] = "1000x100",
     block_size: Annotated[str | None, typer.Option(help="Sizes to compare, like 16,32.")] = None,
     as_json: AsJson = False,
 ) -> None:

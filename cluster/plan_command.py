@@ -33,14 +33,14 @@ def resolve_shape(
 
 
 def parse_numbers(text: str, flag: str) -> list[int]:
-    """'7,11,10', or '2048x64' for 64 times 2048."""
+    """'7,11,10', or '1000x100' for 100 times 1000."""
     numbers: list[int] = []
     try:
         for part in text.split(","):
             number, _, times = part.partition("x")
             numbers += [int(number)] * (int(times) if times else 1)
     except ValueError as error:
-        raise CommandError(f"{flag}: {text!r} is not a list like 7,11,10 or 2048x64") from error
+        raise CommandError(f"{flag}: {text!r} is not a list like 7,11,10 or 1000x100") from error
     return numbers
 
 

@@ -55,7 +55,7 @@ def test_plan_prints_json():
 
 
 def test_plan_prints_a_table():
-    output = run(*PLAN_8B, "--block-size", "16,32", "--lengths", "4096")
+    output = run(*PLAN_8B, "--block-size", "16", "--lengths", "4096")
     assert "128 KiB per token" in output
     assert "1/524,288" in output
 
