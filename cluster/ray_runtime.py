@@ -1,0 +1,90 @@
+"""A private Ray cluster of this process, or a running one that it joins. Knows nothing of serving.
+
+A bare `ray.init()` joins whatever cluster it finds on the machine; here it is always one or the
+other, on purpose.
+"""
+
+# Ray is not wholly typed.
+# pyright: reportUnknownMemberType=false
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+# Ray reads these while it is imported.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+
+from .config import CommandError
+
+_OBJECT_STORE_BYTES = 100 * 2**20  # control messages only: weights and tokens never pass it
+_START_ATTEMPTS = 2  # a busy machine can miss Ray's fixed limit of 30 s for a node's start
+_WORKER_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}  # before any worker loads OpenMP
+
+
+@contextmanager
+def ray_session(address: str | None, num_cpus: int | None = None) -> Generator[None]:
+    """Ray while the block runs. address None = a private cluster on this machine, gone at the end.
+
+    num_cpus: what the private cluster may schedule; None = this machine's cores.
+    """
+    if address is not None:
+        _join(address)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    # Short: sockets lie below it, and their paths may have 107 bytes at most.
+    folder = Path(tempfile.mkdtemp(prefix="pagefleet-", dir=_short_tmp()))
+    try:
+        _start(folder, num_cpus)
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _short_tmp() -> str | None:
+    return "/tmp" if os.access("/tmp", os.W_OK) else None
+
+
+def _join(address: str) -> None:
+    try:
+        ray.init(
+            address=address,
+            namespace=f"pagefleet-{uuid4().hex[:8]}",
+            runtime_env={"env_vars": _WORKER_ENVIRONMENT},
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise CommandError(f"no Ray cluster answers at {address}: {error}") from error
+
+
+def _start(folder: Path, num_cpus: int | None) -> None:
+    for attempt in range(1, _START_ATTEMPTS + 1):
+        try:
+            ray.init(
+                address="local",
+                namespace="pagefleet",
+                num_cpus=num_cpus,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                runtime_env={"env_vars": _WORKER_ENVIRONMENT},
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=str(folder / str(attempt)),
+            )
+        except (RuntimeError, TimeoutError) as error:
+            ray.shutdown()
+            if attempt == _START_ATTEMPTS:
+                raise CommandError(f"Ray could not be started on this machine: {error}") from error
+        else:
+            return
