@@ -6,6 +6,7 @@ them. Each operation of each backend is tested against `reference`.
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from .metadata import AttentionMetadata
@@ -36,6 +37,11 @@ class KernelBackend(Protocol):
 
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """x [T, in] → [T, out], accumulated in float32."""
+        ...
+
+    def embedding(self, token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor:
+        """Rows token_ids (int64 [T]) of a packed weight → [T, in] of `dtype`: a tied embedding
+        and output layer need one copy."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

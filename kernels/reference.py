@@ -50,6 +50,10 @@ class ReferenceBackend:
             return F.linear(x, weight.weight, weight.bias)
         return _tiled_linear(x, weight)
 
+    def embedding(self, token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor:
+        assert isinstance(weight, TorchLinear), f"packed by another backend: {type(weight)}"
+        return F.embedding(token_ids, weight.weight).to(dtype)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

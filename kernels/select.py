@@ -4,6 +4,7 @@ import os
 
 import torch
 
+from . import cpu
 from .backend import KernelBackend
 from .reference import ReferenceBackend
 
@@ -25,4 +26,11 @@ def select_backend(
     wanted = os.environ.get(ENVIRONMENT_VARIABLE, "")
     if wanted not in ("", "reference", "cpu"):
         raise BackendUnavailable(f"{ENVIRONMENT_VARIABLE}={wanted!r}: use reference or cpu")
-    return ReferenceBackend(deterministic)
+    can_compiled = device.type == "cpu" and cpu.is_available()
+    if wanted == "cpu" and not can_compiled:
+        raise BackendUnavailable(
+            f"{ENVIRONMENT_VARIABLE}=cpu: the compiled library is not built, or not for {device}"
+        )
+    if wanted == "reference" or not can_compiled:
+        return ReferenceBackend(deterministic)
+    return cpu.CpuBackend(deterministic)

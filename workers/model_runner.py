@@ -81,7 +81,7 @@ class ModelRunner:
             device,
             model_info.eos_token_ids,
         )
-        self._decoder = decoder
+        self.decoder = decoder
         self._sampler = Sampler(self.batch)
         self._device = device
 
@@ -173,7 +173,7 @@ class ModelRunner:
         rows = None
         if not wanted.is_everything(len(step.token_ids)):
             rows = torch.from_numpy(wanted.rows).to(self._device)
-        hidden = self._decoder.forward(step.token_ids, self.storage.layers, step.metadata, rows)
+        hidden = self.decoder.forward(step.token_ids, self.storage.layers, step.metadata, rows)
         token_ids, logprobs, failed_rows = self._sample(output, hidden, wanted)
         prompt_logprobs = self._prompt_logprobs(reports, hidden[wanted.num_sampled :])
         return ModelRunnerOutput(
@@ -193,7 +193,7 @@ class ModelRunner:
         rows = output.sample_rows
         if len(rows) == 0:
             return np.empty(0, dtype=np.int32), {}, ()
-        logits = self._decoder.logits(hidden[: wanted.num_sampled])
+        logits = self.decoder.logits(hidden[: wanted.num_sampled])
         if wanted.expand is not None:
             logits = logits[torch.from_numpy(wanted.expand).to(self._device)]
         samples = self._sampler.sample(logits, rows)
@@ -232,7 +232,7 @@ class ModelRunner:
             token_ids = torch.from_numpy(tokens).to(self._device)
             for at in range(0, report.length, chunk):
                 end = min(at + chunk, report.length)
-                logits = self._decoder.logits(hidden[begin + at : begin + end])
+                logits = self.decoder.logits(hidden[begin + at : begin + end])
                 counts = [report.num_best] * (end - at)
                 entries.extend(token_logprobs(logits, token_ids[at:end], counts))
             begin += report.length

@@ -43,9 +43,9 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All layers, and what stands before and after them."""
+    """All layers, and what stands before and after them. embedding: None = the head's rows."""
 
-    embedding: Tensor
+    embedding: Tensor | None
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     head: LinearWeight
@@ -57,15 +57,16 @@ def load_weights(
     """Layer by layer, so that no more than one layer is held twice."""
     width = config.hidden_size
     embedding = source.tensor("model.embed_tokens.weight", (config.vocab_size, width))
-    head = embedding
-    if not config.tie_word_embeddings:
-        head = source.tensor("lm_head.weight", (config.vocab_size, width))
+    if config.tie_word_embeddings:
+        head, embedding = backend.pack_linear(embedding), None
+    else:
+        head = backend.pack_linear(source.tensor("lm_head.weight", (config.vocab_size, width)))
     layers = tuple(
         _load_layer(config, source, backend, f"model.layers.{index}")
         for index in range(config.num_layers)
     )
     final_norm = source.tensor("model.norm.weight", (width,))
-    return DecoderWeights(embedding, layers, final_norm, backend.pack_linear(head))
+    return DecoderWeights(embedding, layers, final_norm, head)
 
 
 def _load_layer(
@@ -116,7 +117,7 @@ class Decoder:
         self._weights = weights
         self._scale = 1.0 / math.sqrt(config.head_dim)
         table = cos_sin_table(config.rope, config.head_dim, max_context)
-        self._cos_sin = table.to(weights.embedding.device)
+        self._cos_sin = table.to(weights.final_norm.device)
 
     def forward(
         self,
@@ -133,7 +134,7 @@ class Decoder:
         → [n, hidden_size].
         """
         backend, eps = self.backend, self.config.rms_norm_eps
-        residual = F.embedding(token_ids, self._weights.embedding)
+        residual = self._embed(token_ids)
         x = backend.rms_norm(residual, self._weights.layers[0].input_norm, eps)
         last = self.config.num_layers - 1
         for index, layer in enumerate(self._weights.layers):
@@ -154,6 +155,12 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden_size] → float32 [n, vocab_size]."""
         return self.backend.linear(hidden, self._weights.head).float()
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        weights = self._weights
+        if weights.embedding is None:
+            return self.backend.embedding(token_ids, weights.head, weights.final_norm.dtype)
+        return F.embedding(token_ids, weights.embedding)
 
     def _write_cache(
         self, x: Tensor, layer: LayerWeights, kv_layer: Tensor, metadata: AttentionMetadata
