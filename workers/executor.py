@@ -40,5 +40,5 @@ class LocalExecutor:
         return self._runner.poll_copies()
 
     def shutdown(self) -> None:
-        """Give the runner's memory back."""
-        self._runner.shutdown()
+        """Stop the runner; its memory goes with it."""
+        self._runner.close()

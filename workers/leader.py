@@ -1,0 +1,174 @@
+"""One replica put together: runner, scheduler, engine, data plane and reports. Knows no Ray.
+
+threads:  engine (steps) · loop (gateway streams, reports) · whoever calls `Leader`
+"""
+
+import contextlib
+import gc
+import logging
+import secrets
+import threading
+from dataclasses import dataclass
+from uuid import uuid4
+
+from ..protos.messages import CacheIdentity, ModelCard, ReplicaInfo
+from ..scheduler.scheduler import Scheduler
+from ..scheduler.stats import SchedulerStats
+from .config import WorkerConfig
+from .engine import Engine
+from .engine_server import EngineServer
+from .executor import LocalExecutor
+from .loop_thread import LoopThread
+from .model_runner import ModelRunner
+from .reporter import ControllerLink, Reporter
+from .step_times import StepTimes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """A model in memory, measured, and the engine that will run it."""
+
+    engine: Engine
+    runner: ModelRunner
+    identity: CacheIdentity
+
+
+def load_engine(config: WorkerConfig, *, overlap: bool = False) -> LoadedEngine:
+    """Load the model and build an engine that has not started."""
+    runner = ModelRunner.load(config)
+    logger.info("memory: %s", runner.partition.text)
+    speed = runner.measure()
+    model = runner.model_info
+    identity = CacheIdentity(
+        model_fingerprint=model.fingerprint,
+        weights_version=0,
+        kv_dtype=model.dtype,
+        block_size=config.block_size,
+    )
+    scheduler = Scheduler(
+        config.scheduler_config(runner.num_blocks, runner.num_host_blocks, model.max_context),
+        identity,
+        model.eos_token_ids,
+    )
+    step_times = StepTimes(speed.prefill_tokens_per_s, speed.decode_step_s)
+    engine = Engine(scheduler, LocalExecutor(runner), overlap=overlap, step_times=step_times)
+    return LoadedEngine(engine, runner, identity)
+
+
+class Leader:
+    """A serving replica; each object is one incarnation.
+
+    Args:
+        model: the name that clients know it by.
+        host: the node's own address; the data plane listens there.
+    """
+
+    def __init__(
+        self,
+        replica_id: str,
+        model: str,
+        loaded: LoadedEngine,
+        link: ControllerLink,
+        *,
+        host: str,
+        node_id: str = "",
+    ) -> None:
+        self._engine = loaded.engine
+        self._ended = threading.Event()
+        self._end_reason = ""
+        self._closing = threading.Lock()
+        self._is_closed = False
+        incarnation, stream_secret = uuid4().hex, secrets.token_hex(32)
+        self._server = EngineServer(
+            self._engine, incarnation=incarnation, stream_secret=stream_secret
+        )
+        self._loop = LoopThread("pagefleet-leader")
+        address = self._loop.submit(self._server.start(host)).result()
+        self.info = ReplicaInfo(
+            replica_id=replica_id,
+            incarnation=incarnation,
+            model=model,
+            identity=loaded.identity,
+            address=address,
+            stream_secret=stream_secret,
+            num_blocks=loaded.runner.num_blocks,
+            num_host_blocks=loaded.runner.num_host_blocks,
+            max_context=loaded.runner.model_info.max_context,
+            max_num_sequences=loaded.runner.config.max_num_sequences,
+            prefill_tokens_per_s=self._engine.step_times.prefill_tokens_per_s,
+            decode_step_s=self._engine.step_times.decode_step_s,
+            node_id=node_id,
+            block_bytes=loaded.runner.partition.kv_pool // loaded.runner.num_blocks,
+        )
+        self._reporter = Reporter(
+            self._engine, link, self.info, self._card(loaded), on_fence=self._on_fence
+        )
+        self._engine.start(self._on_change)
+        self._loop.submit(self._report_first()).result()
+        self._loop.submit(self._reporter.run())
+        # What was loaded lives as long as the process: no collection needs to look at it again.
+        gc.collect()
+        gc.freeze()
+
+    def stats(self) -> SchedulerStats:
+        """The scheduler's numbers, between two steps."""
+        return self._engine.call(Scheduler.stats).result()
+
+    def reset_prefix_cache(self) -> int:
+        """Drop every cached block on every tier; answers how many there were."""
+        return self._engine.call(Scheduler.reset_prefix_cache).result()
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Take no new requests and wait for the last to end; False if some are left."""
+        self._engine.stop_accepting("the replica is draining")
+        return self._engine.wait_until_empty(timeout_s)
+
+    def wait_ended(self) -> str:
+        """Wait until this incarnation can serve no more; answers why."""
+        self._ended.wait()
+        return self._end_reason
+
+    def close(self, reason: str = "closed") -> None:
+        """End every sequence, every stream and both threads. May be called more than once."""
+        self._end(reason)
+        with self._closing:
+            if not self._is_closed:
+                self._engine.shutdown()
+                self._loop.submit(self._server.stop()).result()
+                self._loop.stop()
+                self._is_closed = True
+
+    async def _report_first(self) -> None:
+        """Once the constructor returns, the controller should know this replica and its pool."""
+        await self._reporter.tick()
+        await self._reporter.tick()
+
+    def _on_change(self) -> None:
+        """On the engine's thread, after each step."""
+        if self._engine.failure is not None:
+            self._end(f"the engine failed: {self._engine.failure!r}")
+        elif not self._reporter.has_changes:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody to tell
+                self._loop.loop.call_soon_threadsafe(self._reporter.notice_change)
+
+    def _on_fence(self) -> None:
+        self._end("declared dead by the controller")
+
+    def _end(self, reason: str) -> None:
+        if not self._ended.is_set():
+            self._end_reason = reason
+            self._ended.set()
+
+    def _card(self, loaded: LoadedEngine) -> ModelCard:
+        model = loaded.runner.model_info
+        return ModelCard(
+            model=self.info.model,
+            tokenizer_dir=model.tokenizer_dir,
+            identity=loaded.identity,
+            max_context=model.max_context,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            bos_token_id=model.bos_token_id,
+        )

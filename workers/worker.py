@@ -1,0 +1,117 @@
+"""The Ray actor of a replica's rank 0. Turns actor calls into calls of the leader.
+
+Knows Ray and the controller's handle; the replica itself is in `leader`. Whoever creates the
+actor sets `worker_environment` on it: some variables must stand before torch is loaded.
+"""
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar, cast
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from ..protos.messages import ModelCard, ReplicaInfo, ReplicaReport, ReportReply
+from ..scheduler.stats import SchedulerStats
+from .config import WorkerConfig
+from .leader import Leader, load_engine
+from .process_identity import ProcessIdentity, this_process
+from .reporter import ControllerUnreachable
+
+T = TypeVar("T")
+
+_CALL_TIMEOUT_S = 5.0
+
+
+def worker_environment(num_threads: int) -> dict[str, str]:
+    """What must be set before the first import of torch in a worker's process."""
+    return {
+        # spinning OpenMP threads starve the others of a node with few cores
+        "OMP_WAIT_POLICY": "passive",
+        "OMP_NUM_THREADS": str(num_threads),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+
+
+class RayControllerLink:
+    """The controller behind its actor handle."""
+
+    def __init__(
+        self, controller: "ActorHandle[object]", timeout_s: float = _CALL_TIMEOUT_S
+    ) -> None:
+        self._controller = controller
+        self._timeout_s = timeout_s
+
+    async def register_replica(self, info: ReplicaInfo, card: ModelCard) -> ReportReply:
+        """See ControllerLink."""
+        return await self._call(self._controller.register_replica.remote(info, card))
+
+    async def report(self, report: ReplicaReport) -> ReportReply:
+        """See ControllerLink."""
+        return await self._call(self._controller.report.remote(report))
+
+    async def _call(self, reply: object) -> ReportReply:
+        try:
+            return await asyncio.wait_for(cast(Awaitable[ReportReply], reply), self._timeout_s)
+        except (RayError, TimeoutError) as error:
+            raise ControllerUnreachable(repr(error)) from error
+
+
+class Worker:
+    """Rank 0 of one replica. Needs `max_concurrency` of at least 4: `join` holds one thread."""
+
+    def __init__(
+        self, replica_id: str, model: str, config: WorkerConfig, controller: "ActorHandle[object]"
+    ) -> None:
+        self._replica_id = replica_id
+        self._model = model
+        self._config = config
+        self._link = RayControllerLink(controller)
+        self._leader: Leader | None = None
+
+    def identify(self) -> ProcessIdentity:
+        """The process to end when this replica must be gone for certain."""
+        return this_process(ray.get_runtime_context().get_node_id())
+
+    def start(self) -> ReplicaInfo:
+        """Load the model, serve, register. A new incarnation each time."""
+        assert self._leader is None, "one actor is one incarnation"
+        self._leader = Leader(
+            self._replica_id,
+            self._model,
+            load_engine(self._config),
+            self._link,
+            host=ray.util.get_node_ip_address(),
+            node_id=ray.get_runtime_context().get_node_id(),
+        )
+        return self._leader.info
+
+    def join(self) -> str:
+        """Block until this incarnation can serve no more; answers why."""
+        leader = self._serving()
+        reason = leader.wait_ended()
+        leader.close(reason)
+        return reason
+
+    def stats(self) -> SchedulerStats:
+        """Blocks, queue, leases: the scheduler's numbers now."""
+        return self._serving().stats()
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Take no new requests and wait for the last to end; False if some are left."""
+        return self._serving().drain(timeout_s)
+
+    def reset_prefix_cache(self) -> int:
+        """Drop every cached block; answers how many there were."""
+        return self._serving().reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Stop serving; `join` returns."""
+        self._serving().close("shut down")
+
+    def _serving(self) -> Leader:
+        assert self._leader is not None, "start() comes first"
+        return self._leader
