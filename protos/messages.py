@@ -179,6 +179,7 @@ class ReplicaInfo:
 
     address: host:port of the leader's engine_server. stream_secret: what a gateway must show
     there; only the controller hands it out. max_context: the longest sequence, in tokens.
+    block_bytes: of one block on one rank, 0 where unknown; prices loads from the host tier.
     """
 
     replica_id: str
@@ -195,6 +196,7 @@ class ReplicaInfo:
     decode_step_s: float
     node_id: str = ""
     tensor_parallel: int = 1
+    block_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

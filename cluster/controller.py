@@ -1,0 +1,427 @@
+"""The cluster's brain: knows every replica's blocks, routes and reserves in one atomic step.
+
+Pure: time and randomness come in, nothing waits, no process is known. All of it is soft state
+that the replicas' reports rebuild: after a restart the replicas register again, their ledgers are
+adopted, and it is right again in one round.
+"""
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from ..protos.messages import (
+    ClusterState,
+    Explanation,
+    Lease,
+    ModelCard,
+    Refused,
+    ReplicaInfo,
+    ReplicaReport,
+    ReportReply,
+    ReserveRequest,
+    Ticket,
+)
+from .admission import AdmissionConfig
+from .fair_queue import WaitingRequest
+from .late_binding import LateBindingConfig
+from .lease_table import LeaseRecord
+from .model_pool import Grant, ModelPool
+from .policies import make_policy
+from .replica_view import ReplicaView
+
+_WATCHDOG_STEPS = 20  # a step may take so many times its usual length before it counts as stuck
+_UNKNOWN_MODEL_RETRY_S = 1.0
+_MAX_REMEMBERED_DEAD = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerConfig:
+    """Settings of the whole controller.
+
+    policy: one of `policies.POLICY_NAMES`. lease_ttl_s: a grant that no report lists in this time
+    is void. gateway_timeout_s: a gateway silent for so long is gone. watchdog_s: a replica without
+    a report, or with work but without a step, for so long is dead. restart_grace_s: how long after
+    the start an unknown model may just not have registered yet.
+    """
+
+    policy: str = "default"
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    late_binding: LateBindingConfig = field(default_factory=LateBindingConfig)
+    lease_ttl_s: float = 10.0
+    gateway_timeout_s: float = 30.0
+    watchdog_s: float = 5.0
+    restart_grace_s: float = 5.0
+
+
+@dataclass(slots=True)
+class _Entry:
+    """The newest attempt of one request: waiting, or under a lease."""
+
+    attempt: int
+    pool: ModelPool
+    waiting: WaitingRequest | None = None
+    record: LeaseRecord | None = None
+
+
+@dataclass(slots=True)
+class _Gateway:
+    """Answers that a gateway has still to fetch, and when it was last heard."""
+
+    last_seen: float
+    outbox: deque[Lease | Refused] = field(default_factory=deque[Lease | Refused])
+
+
+class Controller:
+    """Owns all pools; every method takes the time."""
+
+    def __init__(self, config: ControllerConfig, rng: random.Random, now: float) -> None:
+        self.config = config
+        self._rng = rng
+        self._started_at = now
+        self._pools: dict[str, ModelPool] = {}
+        self._aliases: dict[str, str] = {}
+        self._views: dict[str, tuple[ModelPool, ReplicaView]] = {}
+        self._dead: dict[tuple[str, str], float] = {}
+        self._drained: set[str] = set()
+        self._entries: dict[str, _Entry] = {}
+        self._by_lease: dict[int, str] = {}
+        self._gateways: dict[str, _Gateway] = {}
+        # Leases outlive a controller in the leaders' ledgers: another life draws another range.
+        self._next_lease_id = rng.getrandbits(30) << 32
+
+    # Replicas
+
+    def register_replica(self, info: ReplicaInfo, card: ModelCard, now: float) -> ReportReply:
+        """A replica presents itself; whatever was known of an earlier incarnation is void."""
+        if (info.replica_id, info.incarnation) in self._dead:
+            return ReportReply(fence=True)
+        known = self._views.get(info.replica_id)
+        if known is not None:
+            if known[1].info.incarnation == info.incarnation:
+                return ReportReply(needs_snapshot=known[1].needs_snapshot)
+            self._remove(info.replica_id)
+        pool = self._pool_for(info)
+        if any(view.info.identity != info.identity for view in pool.pool.replicas.values()):
+            return ReportReply(fence=True)  # its hashes and its KV mean something else
+        view = pool.pool.add(info, card, now)
+        view.draining = info.replica_id in self._drained
+        self._views[info.replica_id] = (pool, view)
+        for alias in card.aliases:
+            self._aliases[alias] = info.model
+        return ReportReply(needs_snapshot=True, draining=view.draining)
+
+    def report(self, report: ReplicaReport, now: float) -> ReportReply:
+        """Mirror a report; what it set free is given to those who wait."""
+        if (report.replica_id, report.incarnation) in self._dead:
+            return ReportReply(fence=True)
+        known = self._views.get(report.replica_id)
+        if known is None or known[1].info.incarnation != report.incarnation:
+            return ReportReply(unknown=True)
+        pool, view = known
+        reply, ended = pool.take_report(view, report, now)
+        for record in ended:
+            self._forget_lease(record)
+        self._pump(pool, now)
+        return reply
+
+    def replica_failed(self, replica_id: str, incarnation: str, now: float) -> None:
+        """A gateway's stream broke: no new leases there until the replica reports again."""
+        known = self._views.get(replica_id)
+        if known is not None and known[1].info.incarnation == incarnation:
+            known[1].suspect = True
+            known[1].refresh(now)
+
+    def declare_dead(self, replica_id: str, now: float) -> None:
+        """The replica's life is over: fenced if it ever speaks again."""
+        known = self._views.get(replica_id)
+        if known is not None:
+            self._dead[(replica_id, known[1].info.incarnation)] = now
+            if len(self._dead) > _MAX_REMEMBERED_DEAD:
+                del self._dead[next(iter(self._dead))]
+            self._remove(replica_id)
+            self._pump(known[0], now)
+
+    def drain(self, replica_id: str, now: float, *, draining: bool = True) -> bool:
+        """No new leases for this replica (or again); False if it is not known."""
+        known = self._views.get(replica_id)
+        if known is None:
+            return False
+        if draining:
+            self._drained.add(replica_id)
+        else:
+            self._drained.discard(replica_id)
+        known[1].draining = draining
+        known[1].refresh(now)
+        self._pump(known[0], now)
+        return True
+
+    # Requests
+
+    def reserve(self, request: ReserveRequest, now: float) -> Lease | Ticket | Refused:
+        """Route and reserve in one step; asking again for the same attempt changes nothing."""
+        self.heartbeat(request.gateway_id, now)
+        entry = self._entries.get(request.request_key)
+        if entry is not None:
+            if request.attempt < entry.attempt:
+                return _superseded(request)
+            if request.attempt == entry.attempt:
+                return self._answer_again(entry, now)
+            self._supersede(entry, request.request_key, now)
+        pool = self._pools.get(self._aliases.get(request.model, request.model))
+        if pool is None:
+            return self._refuse_unknown_model(request, now)
+        outcome = pool.submit(request, now)
+        if isinstance(outcome, Refused):
+            return outcome
+        if isinstance(outcome, Grant):
+            self._book(outcome, pool)
+            return outcome.lease
+        self._entries[request.request_key] = _Entry(request.attempt, pool, waiting=outcome)
+        own = self._pump(pool, now, newcomer=request.request_key)
+        if own is not None:
+            return own
+        return self._ticket(pool, outcome, now)
+
+    def release(
+        self, request_key: str, attempt: int, now: float, output_tokens: int | None = None
+    ) -> None:
+        """A lease or ticket is no longer needed; says how long the output was if it is known."""
+        entry = self._entries.get(request_key)
+        if entry is None or entry.attempt != attempt:
+            return
+        if output_tokens is not None:
+            entry.pool.lengths.observe(output_tokens)
+        if entry.waiting is not None:
+            entry.pool.withdraw(entry.waiting)
+            del self._entries[request_key]
+        elif entry.record is not None and not self._take_back(entry, now):
+            entry.pool.pool.leases.give_back(entry.record)
+        self._pump(entry.pool, now)
+
+    def poll_grants(self, gateway_id: str, now: float) -> tuple[Lease | Refused, ...]:
+        """The answers that came up for tickets of this gateway; each is handed out once."""
+        gateway = self.heartbeat(gateway_id, now)
+        answers = tuple(gateway.outbox)
+        gateway.outbox.clear()
+        return answers
+
+    def heartbeat(self, gateway_id: str, now: float) -> _Gateway:
+        """The gateway lives."""
+        gateway = self._gateways.get(gateway_id)
+        if gateway is None:
+            gateway = self._gateways[gateway_id] = _Gateway(now)
+        gateway.last_seen = now
+        return gateway
+
+    def has_grants(self, gateway_id: str) -> bool:
+        """Whether `poll_grants` would return something."""
+        gateway = self._gateways.get(gateway_id)
+        return gateway is not None and bool(gateway.outbox)
+
+    # Time
+
+    def tick(self, now: float) -> tuple[ReplicaInfo, ...]:
+        """What time alone brings about; returns the replicas just declared dead, to be killed."""
+        dead = self._find_dead(now)
+        for info in dead:
+            self.declare_dead(info.replica_id, now)
+        self._forget_gateways(now)
+        for pool in self._pools.values():
+            records, refused = pool.expire(now)
+            for record in records:
+                self._forget_lease(record)
+            for waiting, refusal in refused:
+                del self._entries[waiting.request.request_key]
+                self._send(waiting.request.gateway_id, refusal)
+            self._pump(pool, now)
+        return tuple(dead)
+
+    def next_wakeup(self, now: float) -> float | None:
+        """When `tick` should be called next, at the latest; None = nothing is pending."""
+        wakeups = [pool.next_wakeup(now) for pool in self._pools.values()]
+        return min((moment for moment in wakeups if moment is not None), default=None)
+
+    # Looking
+
+    def model_cards(self) -> tuple[ModelCard, ...]:
+        """One per model that a replica serves."""
+        cards: dict[str, ModelCard] = {}
+        for _, view in self._views.values():
+            cards.setdefault(view.info.model, view.card)
+        return tuple(cards.values())
+
+    def cluster_state(self, now: float) -> ClusterState:
+        """Everything that a status page shows."""
+        pools = self._pools.values()
+        return ClusterState(
+            replicas=tuple(status for pool in pools for status in pool.pool.statuses(now)),
+            queued_requests=sum(len(pool.queue) for pool in pools),
+            queued_tokens=sum(pool.queue.num_tokens for pool in pools),
+            granted=sum(pool.stats.granted for pool in pools),
+            refused=sum(pool.stats.refused for pool in pools),
+            expired=sum(pool.stats.expired for pool in pools),
+            policy=self.config.policy,
+            uptime_s=now - self._started_at,
+        )
+
+    def explain(self, request: ReserveRequest, now: float) -> Explanation | Refused:
+        """What would happen to the request now, and why."""
+        pool = self._pools.get(self._aliases.get(request.model, request.model))
+        if pool is None:
+            return self._refuse_unknown_model(request, now)
+        return pool.explain(request, now)
+
+    def pools(self) -> dict[str, ModelPool]:
+        """By model, for tests and the simulator."""
+        return self._pools
+
+    def check_integrity(self) -> None:
+        """Assert that the parts and the maps between them agree."""
+        for pool in self._pools.values():
+            pool.check_integrity()
+        waiting = sum(len(pool.queue) for pool in self._pools.values())
+        entries = self._entries.values()
+        assert waiting == sum(entry.waiting is not None for entry in entries)
+        for key, entry in self._entries.items():
+            assert (entry.waiting is None) != (entry.record is None), f"{key} is in two states"
+            if entry.record is not None:
+                assert self._by_lease[entry.record.lease_id] == key
+        for lease_id, key in self._by_lease.items():
+            record = self._entries[key].record
+            assert record is not None and record.lease_id == lease_id
+
+    # One step each
+
+    def _pool_for(self, info: ReplicaInfo) -> ModelPool:
+        pool = self._pools.get(info.model)
+        if pool is None or (not pool.pool.replicas and pool.block_size != info.identity.block_size):
+            pool = self._pools[info.model] = ModelPool(
+                info.model,
+                info.identity.block_size,
+                make_policy(self.config.policy, self.config.late_binding),
+                self.config.admission,
+                self.config.lease_ttl_s,
+                self._draw_lease_id,
+                self._rng,
+            )
+        return pool
+
+    def _draw_lease_id(self) -> int:
+        self._next_lease_id += 1
+        return self._next_lease_id
+
+    def _remove(self, replica_id: str) -> None:
+        pool, view = self._views.pop(replica_id)
+        for record in pool.remove_replica(view):
+            self._forget_lease(record)
+
+    def _pump(self, pool: ModelPool, now: float, newcomer: str | None = None) -> Lease | None:
+        """Grant what can start; the newcomer's lease is returned, others' wait in outboxes."""
+        own: Lease | None = None
+        for grant in pool.pump(now):
+            self._book(grant, pool)
+            if grant.request.request_key == newcomer:
+                own = grant.lease
+            else:
+                self._send(grant.request.gateway_id, grant.lease)
+        return own
+
+    def _book(self, grant: Grant, pool: ModelPool) -> None:
+        key = grant.request.request_key
+        self._entries[key] = _Entry(grant.request.attempt, pool, record=grant.record)
+        self._by_lease[grant.record.lease_id] = key
+
+    def _forget_lease(self, record: LeaseRecord) -> None:
+        key = self._by_lease.pop(record.lease_id, None)
+        if key is not None:
+            del self._entries[key]
+
+    def _supersede(self, entry: _Entry, request_key: str, now: float) -> None:
+        """A later attempt has begun: whatever the earlier one holds goes back."""
+        self.release(request_key, entry.attempt, now)
+        if entry.record is not None and self._entries.get(request_key) is entry:
+            del self._entries[request_key]
+            del self._by_lease[entry.record.lease_id]
+
+    def _send(self, gateway_id: str, answer: Lease | Refused) -> None:
+        gateway = self._gateways.get(gateway_id)
+        if gateway is not None:
+            gateway.outbox.append(answer)
+
+    def _take_back(self, entry: _Entry, now: float) -> bool:
+        """Undo a lease that still lies in its gateway's outbox."""
+        record = entry.record
+        assert record is not None and record.lease is not None
+        gateway = self._gateways.get(record.gateway_id)
+        if gateway is None or record.lease not in gateway.outbox:
+            return False
+        gateway.outbox.remove(record.lease)
+        self._forget_lease(record)
+        entry.pool.drop_grant(record, now)
+        return True
+
+    def _answer_again(self, entry: _Entry, now: float) -> Lease | Ticket:
+        if entry.waiting is not None:
+            return self._ticket(entry.pool, entry.waiting, now)
+        assert entry.record is not None and entry.record.lease is not None
+        return entry.record.lease
+
+    def _ticket(self, pool: ModelPool, waiting: WaitingRequest, now: float) -> Ticket:
+        return Ticket(
+            waiting.request.request_key,
+            waiting.request.attempt,
+            len(pool.queue),
+            pool.expected_wait_s(now),
+        )
+
+    def _refuse_unknown_model(self, request: ReserveRequest, now: float) -> Refused:
+        if now - self._started_at < self.config.restart_grace_s:
+            return Refused(
+                request.request_key,
+                request.attempt,
+                "Unavailable",
+                "no replica of this model has registered yet",
+                _UNKNOWN_MODEL_RETRY_S,
+            )
+        served = ", ".join(sorted(self._pools)) or "none"
+        return Refused(
+            request.request_key,
+            request.attempt,
+            "ModelNotFound",
+            f"model {request.model!r} is not served here; served: {served}",
+        )
+
+    def _find_dead(self, now: float) -> list[ReplicaInfo]:
+        dead: list[ReplicaInfo] = []
+        for _, view in self._views.values():
+            patience = max(self.config.watchdog_s, _WATCHDOG_STEPS * view.info.decode_step_s)
+            silent = now - max(view.reported_at, view.registered_at) > patience
+            stuck = view.num_working > 0 and now - view.moved_at > patience
+            if silent or stuck:
+                dead.append(view.info)
+        return dead
+
+    def _forget_gateways(self, now: float) -> None:
+        for gateway_id, gateway in list(self._gateways.items()):
+            if now - gateway.last_seen > self.config.gateway_timeout_s:
+                del self._gateways[gateway_id]
+                self._end_requests_of(gateway_id, now)
+
+    def _end_requests_of(self, gateway_id: str, now: float) -> None:
+        """Its tickets end; grants it never took up expire by themselves."""
+        gone = [
+            (key, entry.attempt)
+            for key, entry in self._entries.items()
+            if entry.waiting is not None and entry.waiting.request.gateway_id == gateway_id
+        ]
+        for key, attempt in gone:
+            self.release(key, attempt, now)
+
+
+def _superseded(request: ReserveRequest) -> Refused:
+    return Refused(
+        request.request_key,
+        request.attempt,
+        "RequestCancelled",
+        "a later attempt of the same request has been made",
+    )

@@ -1,0 +1,205 @@
+"""The controller as a Ray actor: the clock, the waiting, and the lock around `Controller`.
+
+Ray runs each concurrency group of an async actor on an event loop of its own, in its own thread:
+a lock keeps the pure controller's methods whole, and who waits for grants is woken across loops.
+Reports and reserves are in groups apart, so that waiting never blocks what would end it.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+import asyncio
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import ray
+from ray.actor import ActorHandle
+
+from ..protos.messages import (
+    ClusterState,
+    Explanation,
+    Lease,
+    ModelCard,
+    Refused,
+    ReplicaInfo,
+    ReplicaReport,
+    ReportReply,
+    ReserveRequest,
+    Ticket,
+)
+from .controller import Controller, ControllerConfig
+
+logger = logging.getLogger(__name__)
+
+_LONG_POLL_S = 10.0
+_MAX_TICK_S = 0.5
+_MIN_TICK_S = 0.002
+CONCURRENCY_GROUPS = {"reports": 1000, "reserve": 1000, "waits": 10_000}
+
+
+class ControllerService:
+    """Everything of the actor but Ray. Methods may be called on different event loops.
+
+    Args:
+        on_dead: told of replicas that were declared dead, outside the lock.
+    """
+
+    def __init__(
+        self,
+        config: ControllerConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+        on_dead: Callable[[tuple[ReplicaInfo, ...]], None] | None = None,
+    ) -> None:
+        self._clock = clock
+        self._on_dead = on_dead
+        self._lock = threading.Lock()
+        self._controller = Controller(config, rng or random.Random(), clock())
+        self._pollers: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Event]] = {}
+        self._dead: list[ReplicaInfo] = []
+
+    @ray.method(concurrency_group="reports")
+    async def register_replica(self, info: ReplicaInfo, card: ModelCard) -> ReportReply:
+        with self._lock:
+            return self._controller.register_replica(info, card, self._clock())
+
+    @ray.method(concurrency_group="reports")
+    async def report(self, report: ReplicaReport) -> ReportReply:
+        with self._lock:
+            reply = self._controller.report(report, self._clock())
+            self._wake_pollers()
+        return reply
+
+    @ray.method(concurrency_group="reserve")
+    async def reserve(self, request: ReserveRequest) -> Lease | Ticket | Refused:
+        with self._lock:
+            answer = self._controller.reserve(request, self._clock())
+            self._wake_pollers()
+        return answer
+
+    @ray.method(concurrency_group="reserve")
+    async def release(
+        self, request_key: str, attempt: int, output_tokens: int | None = None
+    ) -> None:
+        with self._lock:
+            self._controller.release(request_key, attempt, self._clock(), output_tokens)
+            self._wake_pollers()
+
+    @ray.method(concurrency_group="waits")
+    async def next_grants(self, gateway_id: str) -> tuple[Lease | Refused, ...]:
+        """The answers to tickets; waits for one, at most 10 s."""
+        woken = asyncio.Event()
+        with self._lock:
+            answers = self._controller.poll_grants(gateway_id, self._clock())
+            if answers:
+                return answers
+            self._pollers[gateway_id] = (asyncio.get_running_loop(), woken)
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LONG_POLL_S):
+                    await woken.wait()
+        finally:
+            with self._lock:
+                poller = self._pollers.get(gateway_id)
+                if poller is not None and poller[1] is woken:
+                    del self._pollers[gateway_id]
+        with self._lock:
+            return self._controller.poll_grants(gateway_id, self._clock())
+
+    async def model_cards(self) -> tuple[ModelCard, ...]:
+        with self._lock:
+            return self._controller.model_cards()
+
+    async def cluster_state(self) -> ClusterState:
+        with self._lock:
+            return self._controller.cluster_state(self._clock())
+
+    async def explain(self, request: ReserveRequest) -> Explanation | Refused:
+        with self._lock:
+            return self._controller.explain(request, self._clock())
+
+    @ray.method(concurrency_group="reports")
+    async def replica_failed(self, replica_id: str, incarnation: str) -> None:
+        with self._lock:
+            self._controller.replica_failed(replica_id, incarnation, self._clock())
+
+    @ray.method(concurrency_group="reports")
+    async def declare_dead(self, replica_id: str) -> None:
+        """A supervisor knows that the replica's processes are gone."""
+        with self._lock:
+            self._controller.declare_dead(replica_id, self._clock())
+            self._wake_pollers()
+
+    @ray.method(concurrency_group="reports")
+    async def drain(self, replica_id: str, draining: bool = True) -> bool:
+        with self._lock:
+            known = self._controller.drain(replica_id, self._clock(), draining=draining)
+            self._wake_pollers()
+        return known
+
+    async def dead_replicas(self) -> tuple[ReplicaInfo, ...]:
+        """Replicas declared dead since the last call: a supervisor kills and rebuilds them."""
+        with self._lock:
+            dead, self._dead = tuple(self._dead), []
+        return dead
+
+    async def check_integrity(self) -> None:
+        with self._lock:
+            self._controller.check_integrity()
+
+    def tick(self) -> float:
+        """What time brings about; returns the seconds until the next tick is due."""
+        with self._lock:
+            now = self._clock()
+            dead = self._controller.tick(now)
+            self._dead.extend(dead)
+            self._wake_pollers()
+            wakeup = self._controller.next_wakeup(now)
+        for info in dead:
+            logger.warning("replica %s (%s) is dead", info.replica_id, info.incarnation)
+        if dead and self._on_dead is not None:
+            self._on_dead(dead)
+        if wakeup is None:
+            return _MAX_TICK_S
+        return max(_MIN_TICK_S, min(wakeup - now, _MAX_TICK_S))
+
+    async def run(self) -> None:
+        """Tick for ever."""
+        while True:
+            await asyncio.sleep(self.tick())
+
+    def _wake_pollers(self) -> None:
+        # Called under the lock. A poller's loop may be closing: then nobody waits there.
+        for gateway_id, (loop, woken) in self._pollers.items():
+            if self._controller.has_grants(gateway_id):
+                with suppress(RuntimeError):
+                    loop.call_soon_threadsafe(woken.set)
+
+
+class ControllerActor(ControllerService):
+    """The service with its timer; made an actor by `start_controller`."""
+
+    def __init__(self, config: ControllerConfig | None = None) -> None:
+        super().__init__(config or ControllerConfig())
+        threading.Thread(target=self._run_timer, name="controller-timer", daemon=True).start()
+
+    def _run_timer(self) -> None:
+        while True:
+            time.sleep(self.tick())
+
+
+def start_controller(
+    config: ControllerConfig | None = None, *, name: str | None = None, namespace: str | None = None
+) -> ActorHandle[ControllerActor]:
+    """Create the actor: no CPU of its own, restarted for ever, never retrying a call."""
+    actor = ray.remote(
+        num_cpus=0,
+        max_restarts=-1,
+        max_task_retries=0,
+        concurrency_groups=CONCURRENCY_GROUPS,
+    )(ControllerActor)  # pyright: ignore[reportCallIssue]
+    return actor.options(name=name, namespace=namespace).remote(config)

@@ -1,0 +1,207 @@
+"""The requests that wait in the controller, and whose turn it is.
+
+Keeps what a choice needs as arrays by row, so that every waiting request can be weighed against
+every replica at once. Fair between tenants by block-seconds: deficit counters say which tenants
+are in turn; who goes within a turn, and where, is the policy's choice. Grants nothing itself.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..protos.messages import ReserveRequest
+from .admission import Need
+from .replica_view import BoolArray, FloatArray, IntArray
+
+
+@dataclass(slots=True)
+class WaitingRequest:
+    """A request with a ticket.
+
+    since: when it first asked (a kept appointment counts from the refusal). bonus_s: head start
+    in seconds of waiting, by priority and class. block_seconds: what it is expected to use.
+    excluded: bit set of slots it must not go to.
+    """
+
+    request: ReserveRequest
+    need: Need
+    since: float
+    arrived_at: float
+    deadline_at: float | None
+    bonus_s: float
+    block_seconds: float
+    excluded: int = 0
+    row: int = field(default=-1, init=False)
+
+    @property
+    def tenant(self) -> str:
+        """Who pays."""
+        return self.request.tenant
+
+
+class FairQueue:
+    """Waiting requests of one model."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[str, WaitingRequest] = {}
+        self._rows: list[WaitingRequest | None] = [None] * 16
+        self._free_rows = list(range(15, -1, -1))
+        self._tenants: dict[str, int] = {}  # tenant → number waiting
+        self._deficits: dict[str, float] = {}
+        self._mean_cost = 1.0
+        self.num_tokens = 0
+        self.block_seconds = 0.0
+        self.tokens: FloatArray = np.zeros(16)
+        self.needs: IntArray = np.zeros(16, dtype=np.int64)
+        self.since: FloatArray = np.zeros(16)
+        self.seconds: FloatArray = np.zeros(16)
+        self.tenant_ids: IntArray = np.zeros(16, dtype=np.int64)
+        self.waiting: BoolArray = np.zeros(16, dtype=np.bool_)
+        self.barred: BoolArray = np.zeros((16, 0), dtype=np.bool_)
+        self.hits: FloatArray = np.zeros((16, 0))
+        self.host_hits: FloatArray = np.zeros((16, 0))
+        self._tenant_numbers: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[WaitingRequest]:
+        return iter(self._by_key.values())
+
+    def get(self, request_key: str) -> WaitingRequest | None:
+        """The waiting request of that key."""
+        return self._by_key.get(request_key)
+
+    def at(self, row: int) -> WaitingRequest:
+        """The request in a row that is in use."""
+        waiting = self._rows[row]
+        assert waiting is not None, f"row {row} is free"
+        return waiting
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the arrays, free ones included."""
+        return len(self._rows)
+
+    def widen(self, num_slots: int) -> None:
+        """Make room for so many replicas."""
+        more = num_slots - self.hits.shape[1]
+        if more > 0:
+            self.hits = np.pad(self.hits, ((0, 0), (0, more)))
+            self.host_hits = np.pad(self.host_hits, ((0, 0), (0, more)))
+            self.barred = np.pad(self.barred, ((0, 0), (0, more)))
+
+    def add(self, waiting: WaitingRequest, num_slots: int) -> int:
+        """Put it in; its hits are to be set by the caller."""
+        key = waiting.request.request_key
+        assert key not in self._by_key, f"{key} waits already"
+        self.widen(num_slots)
+        if not self._free_rows:
+            self._double()
+        row = self._free_rows.pop()
+        waiting.row = row
+        self._rows[row] = waiting
+        self._by_key[key] = waiting
+        self.tokens[row] = waiting.request.num_tokens
+        self.needs[row] = waiting.need.num_blocks
+        self.since[row] = waiting.since - waiting.bonus_s
+        self.seconds[row] = waiting.block_seconds
+        self.tenant_ids[row] = self._enter(waiting.tenant)
+        self.waiting[row] = True
+        self.barred[row] = False
+        for slot in range(num_slots) if waiting.excluded else ():
+            self.barred[row, slot] = bool(waiting.excluded >> slot & 1)
+        self.num_tokens += waiting.request.num_tokens
+        self.block_seconds += waiting.block_seconds
+        return row
+
+    def remove(self, waiting: WaitingRequest) -> None:
+        """Take it out: granted, given back, expired or refused."""
+        del self._by_key[waiting.request.request_key]
+        self._rows[waiting.row] = None
+        self._free_rows.append(waiting.row)
+        self.waiting[waiting.row] = False
+        self.num_tokens -= waiting.request.num_tokens
+        self.block_seconds -= waiting.block_seconds
+        if not self._by_key:
+            self.block_seconds = 0.0
+        self._leave(waiting.tenant)
+
+    def admit_to(self, slot: int) -> None:
+        """The slot has another replica now: nobody is barred from it."""
+        if slot < self.barred.shape[1]:
+            self.barred[:, slot] = False
+
+    def in_turn(self) -> BoolArray | None:
+        """Which rows belong to tenants whose turn it is; None when all do."""
+        if len(self._tenants) < 2:
+            return None
+        owed = {tenant: self._deficits.get(tenant, 0.0) for tenant in self._tenants}
+        best = max(owed.values())
+        if best <= 0.0:
+            # Everybody who waits gets the same, so much that somebody is in turn.
+            for tenant in owed:
+                owed[tenant] += self._mean_cost - best
+                self._deficits[tenant] = owed[tenant]
+        numbers = [self._tenant_numbers[tenant] for tenant, due in owed.items() if due > 0.0]
+        return np.isin(self.tenant_ids, numbers) & self.waiting
+
+    def charge(self, tenant: str, block_seconds: float) -> None:
+        """A grant, or the difference to its estimate once it has ended."""
+        if tenant in self._tenants or block_seconds > 0.0:
+            self._deficits[tenant] = self._deficits.get(tenant, 0.0) - block_seconds
+        if tenant not in self._tenants:
+            self._settle(tenant)
+
+    def learn_cost(self, block_seconds: float) -> None:
+        """The size of a turn follows the mean cost of a request."""
+        self._mean_cost += 0.05 * (block_seconds - self._mean_cost)
+
+    def check_integrity(self) -> None:
+        """Assert that the maps, the rows and the sums agree."""
+        used = [waiting for waiting in self._rows if waiting is not None]
+        assert len(used) == len(self._by_key) == int(self.waiting.sum())
+        assert len(used) + len(self._free_rows) == len(self._rows)
+        assert self.num_tokens == sum(waiting.request.num_tokens for waiting in used)
+        assert self.num_tokens >= 0 and self.block_seconds > -1e-6 * len(self._rows)
+        counts: dict[str, int] = {}
+        for waiting in used:
+            counts[waiting.tenant] = counts.get(waiting.tenant, 0) + 1
+            assert self._rows[waiting.row] is waiting
+        assert counts == self._tenants, f"{counts} wait, {self._tenants} counted"
+
+    def _enter(self, tenant: str) -> int:
+        self._tenants[tenant] = self._tenants.get(tenant, 0) + 1
+        number = self._tenant_numbers.get(tenant)
+        if number is None:
+            number = self._tenant_numbers[tenant] = len(self._tenant_numbers)
+        return number
+
+    def _leave(self, tenant: str) -> None:
+        left = self._tenants[tenant] - 1
+        if left:
+            self._tenants[tenant] = left
+            return
+        del self._tenants[tenant]
+        self._settle(tenant)
+        if not self._tenants:
+            self._tenant_numbers.clear()
+
+    def _settle(self, tenant: str) -> None:
+        # Nobody saves up turns while not waiting, and a debt is at most one turn: a share is
+        # owed only while others wait.
+        debt = max(min(self._deficits.pop(tenant, 0.0), 0.0), -self._mean_cost)
+        if debt and len(self._deficits) < 100_000:
+            self._deficits[tenant] = debt
+
+    def _double(self) -> None:
+        size = len(self._rows)
+        self._rows += [None] * size
+        self._free_rows = list(range(2 * size - 1, size - 1, -1))
+        for name in ("tokens", "needs", "since", "seconds", "tenant_ids", "waiting"):
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
+        for name in ("barred", "hits", "host_hits"):
+            matrix = getattr(self, name)
+            setattr(self, name, np.concatenate([matrix, np.zeros_like(matrix)]))

@@ -1,0 +1,526 @@
+"""One model: its replicas, its queue and its policy, and the one step that joins them.
+
+Route and reserve happen in the same call, in one owner, so nobody can see room that another has
+just taken. Knows nothing of gateways, of Ray, or of other models.
+"""
+
+import heapq
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ..protos.messages import (
+    AdmissionClass,
+    Explanation,
+    Lease,
+    Refused,
+    ReplicaExplanation,
+    ReplicaReport,
+    ReportReply,
+    ReserveRequest,
+)
+from .admission import AdmissionConfig, AppointmentBook, Need, compute_need, least_blocks
+from .fair_queue import FairQueue, WaitingRequest
+from .forecast import OutputLengths, wait_for_blocks_s
+from .late_binding import LateBinding
+from .lease_table import LeaseRecord
+from .replica_pool import ReplicaPool
+from .replica_view import FloatArray, ReplicaView
+from .routing_policy import RoutedRequest, RoutingPolicy, cheapest
+
+_PRIORITY_S = 10.0  # one level of priority is worth so many seconds of waiting
+_MAX_LEVELS = 100
+
+Ended = Sequence[LeaseRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A lease that was just given: to a newcomer, or to a request that had waited."""
+
+    request: ReserveRequest
+    lease: Lease
+    record: LeaseRecord
+
+
+@dataclass(slots=True)
+class PoolStats:
+    """Totals since the start, for status pages."""
+
+    granted: int = 0
+    refused: int = 0
+    expired: int = 0
+
+
+@dataclass(slots=True)
+class ModelPool:
+    """Everything the controller knows and does for one model."""
+
+    model: str
+    block_size: int
+    policy: RoutingPolicy
+    admission: AdmissionConfig
+    lease_ttl_s: float
+    next_lease_id: Callable[[], int]
+    rng: random.Random
+    pool: ReplicaPool = field(init=False)
+    queue: FairQueue = field(default_factory=FairQueue, init=False)
+    lengths: OutputLengths = field(default_factory=OutputLengths, init=False)
+    stats: PoolStats = field(default_factory=PoolStats, init=False)
+    book: AppointmentBook = field(init=False)
+    _deadlines: list[tuple[float, int, WaitingRequest]] = field(
+        default_factory=list[tuple[float, int, WaitingRequest]], init=False
+    )
+    _num_queued: int = field(default=0, init=False)
+    # Newcomers that may be granted at once: watching the index is for those who stay.
+    _unwatched: dict[int, WaitingRequest] = field(
+        default_factory=dict[int, WaitingRequest], init=False
+    )
+
+    def __post_init__(self) -> None:
+        self.pool = ReplicaPool(self.block_size, speculative=self.policy.speculative)
+        self.book = AppointmentBook(self.admission, self.rng)
+
+    # Replicas
+
+    def remove_replica(self, view: ReplicaView) -> Ended:
+        """Its incarnation is over; returns the leases that are void."""
+        ended = self.pool.remove(view)
+        self._settle(ended, view.reported_at)
+        self.policy.forget(view.slot)
+        self.queue.admit_to(view.slot)
+        return ended
+
+    def take_report(
+        self, view: ReplicaView, report: ReplicaReport, now: float
+    ) -> tuple[ReportReply, Ended]:
+        """Mirror a report and learn from what ended; returns the answer and the ended leases."""
+        reply, ended = self.pool.take_report(view, report, now)
+        for tokens in report.finished_output_tokens:
+            self.lengths.observe(tokens)
+        self._settle(ended, now)
+        return reply, ended
+
+    # Requests
+
+    def submit(self, request: ReserveRequest, now: float) -> Grant | WaitingRequest | Refused:
+        """Route and reserve, or queue, or refuse; the caller has checked that the key is new.
+
+        Grants to other requests that this one sets free are left to the next `pump`.
+        """
+        refusal = self._refuse_early(request, now)
+        if refusal is not None:
+            self.stats.refused += 1
+            return refusal
+        need = self._need(request)
+        if not self.policy.late_binding:
+            grant = self._bind_on_arrival(request, need, now)
+            if grant is not None:
+                return grant
+        return self._admit(request, need, now)
+
+    def pump(self, now: float) -> list[Grant]:
+        """Give leases to waiting requests while one can start somewhere."""
+        grants: list[Grant] = []
+        while len(self.queue):
+            self._refresh_hits()
+            pair = self._choose(now)
+            if pair is None:
+                break
+            waiting, slot = self.queue.at(pair[0]), pair[1]
+            hit = self.queue.hits[waiting.row, slot] + self.queue.host_hits[waiting.row, slot]
+            self.withdraw(waiting)
+            grants.append(self._grant(waiting.request, waiting.need, slot, float(hit), now))
+        self._watch_unwatched()
+        return grants
+
+    def withdraw(self, waiting: WaitingRequest) -> None:
+        """Take a request out of the queue without an answer."""
+        self.queue.remove(waiting)
+        if self._unwatched.pop(waiting.row, None) is None:
+            self.pool.index.unwatch(waiting.request.route_hashes, waiting.row)
+
+    def expire(self, now: float) -> tuple[Ended, list[tuple[WaitingRequest, Refused]]]:
+        """End grants that were never taken up, and refuse requests whose deadline has passed."""
+        records = self.pool.expire(now)
+        self._settle(records, now)
+        refused: list[tuple[WaitingRequest, Refused]] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, waiting = heapq.heappop(self._deadlines)
+            if self.queue.get(waiting.request.request_key) is waiting:
+                self.withdraw(waiting)
+                self.stats.expired += 1
+                refused.append((waiting, _refused_deadline(waiting.request)))
+        return records, refused
+
+    def drop_grant(self, record: LeaseRecord, now: float) -> None:
+        """Undo a grant that never reached its client."""
+        self.pool.drop_grant(record, now)
+        self._settle((record,), now)
+
+    def next_wakeup(self, now: float) -> float | None:
+        """When time alone could change something: an expiry, a deadline, a backlog worked off."""
+        moments = [self._deadlines[0][0]] if self._deadlines else []
+        expiry = self.pool.leases.next_expiry()
+        if expiry is not None:
+            moments.append(expiry)
+        if len(self.queue):
+            columns = self.pool.columns
+            ends = columns.work_end[: columns.num_slots][columns.open[: columns.num_slots]]
+            later = ends[ends > now]
+            if len(later):
+                moments.append(float(later.min()))
+        return min(moments, default=None)
+
+    def expected_wait_s(self, now: float) -> float:
+        """Seconds until a newcomer would start, if all that waits goes first."""
+        columns = self.pool.columns
+        is_open = columns.open[: columns.num_slots]
+        if not is_open.any():
+            return self.admission.max_retry_after_s
+        prefill_s = self.queue.num_tokens / self._prefill_rate()
+        blocks_s = self.queue.block_seconds / max(1, int(columns.total[: len(is_open)].sum()))
+        soonest = float(columns.backlog_s(now)[is_open].min())
+        return soonest + max(prefill_s, blocks_s)
+
+    def explain(self, request: ReserveRequest, now: float) -> Explanation:
+        """What would happen to the request now. Reserves nothing."""
+        refusal = self._refuse_early(request, now, book=False)
+        need = self._need(request)
+        routed = self._routed(request, need)
+        costs = self._explained_costs(routed, now)
+        slot = None if refusal else self._explained_choice(routed, need, now)
+        view = self.pool.by_slot.get(slot) if slot is not None else None
+        decision = "refuse" if refusal else "wait" if view is None else "grant"
+        reasons = {
+            "grant": "least cost of the replicas that can start it",
+            "wait": "no replica can start it now, or a busy one would still serve it sooner",
+        }
+        return Explanation(
+            policy=self.policy.name,
+            decision=decision,
+            reason=refusal.reason if refusal else reasons[decision],
+            replica_id=view.info.replica_id if view else None,
+            lease_blocks=need.num_blocks,
+            expected_output_tokens=round(need.expected_output_tokens),
+            expected_wait_s=0.0 if view else self.expected_wait_s(now),
+            queue_position=len(self.queue),
+            replicas=costs,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that every part agrees with itself and with the others."""
+        self.pool.check_integrity()
+        self.queue.check_integrity()
+
+    # One step each
+
+    def _refuse_early(
+        self, request: ReserveRequest, now: float, *, book: bool = True
+    ) -> Refused | None:
+        if not self.pool.replicas:
+            return _refused(request, "Unavailable", "no replica is ready", retry_after_s=1.0)
+        if request.deadline_s is not None and request.deadline_s <= 0.0:
+            return _refused_deadline(request)
+        problem = self._never_fits(request)
+        if problem is not None:
+            return _refused(request, "InvalidArgument", problem)
+        return self._refuse_overload(request, now, book=book)
+
+    def _never_fits(self, request: ReserveRequest) -> str | None:
+        if request.admission_class is AdmissionClass.GUARANTEED and request.max_tokens is None:
+            return "sampling.max_tokens: a guaranteed request must set it"
+        views = self.pool.replicas.values()
+        max_context = max(view.info.max_context for view in views)
+        if request.num_tokens >= max_context + (request.max_tokens == 0):
+            return f"prompt: {request.num_tokens} tokens, the model's context is {max_context}"
+        most = max(view.info.num_blocks for view in views)
+        least = least_blocks(request, self.block_size)
+        if least > most:
+            return f"prompt: needs {least} blocks at least, the largest pool has {most}"
+        return None
+
+    def _refuse_overload(
+        self, request: ReserveRequest, now: float, *, book: bool
+    ) -> Refused | None:
+        config, queue = self.admission, self.queue
+        appointment = self.book.find(request.retry_token, now)
+        if appointment is not None and self.book.is_early(appointment, now):
+            return _refused(
+                request,
+                "Overloaded",
+                "before the time of its appointment",
+                retry_after_s=appointment.due - now,
+                retry_token=request.retry_token,
+            )
+        over_s = 0.0
+        if config.max_queue_s is not None:
+            over_s = self.expected_wait_s(now) - config.max_queue_s
+        full = (
+            len(queue) >= config.max_queued_requests
+            or queue.num_tokens + request.num_tokens > config.max_queued_tokens
+            or over_s > 0.0
+        )
+        if appointment is not None or not full or len(queue) == 0:
+            return None
+        if not book:
+            return _refused(request, "Overloaded", "the queue is full", retry_after_s=over_s)
+        service_s = self._service_s(request)
+        token, after_s = self.book.make(now, max(over_s, service_s), service_s)
+        return _refused(
+            request,
+            "Overloaded",
+            "the queue is full",
+            retry_after_s=after_s,
+            retry_token=token,
+        )
+
+    def _service_s(self, request: ReserveRequest) -> float:
+        """How long the whole cluster needs for this request alone."""
+        need = self._need(request)
+        columns = self.pool.columns
+        total = max(1, int(columns.total[: columns.num_slots].sum()))
+        return max(
+            request.num_tokens / self._prefill_rate(),
+            self._block_seconds(request, need) / total,
+        )
+
+    def _prefill_rate(self) -> float:
+        columns = self.pool.columns
+        is_open = columns.open[: columns.num_slots]
+        if not is_open.any():
+            return 1.0
+        return float((1.0 / columns.token_s[: columns.num_slots][is_open]).sum())
+
+    def _need(self, request: ReserveRequest) -> Need:
+        views = self.pool.replicas.values()
+        most = max((view.info.num_blocks for view in views), default=1)
+        need = compute_need(
+            request,
+            self.lengths,
+            block_size=self.block_size,
+            max_context=max((view.info.max_context for view in views), default=1),
+            standard_quantile=self.admission.standard_quantile,
+        )
+        if need.num_blocks <= most:
+            return need
+        return Need(most, need.growth_tokens, need.expected_output_tokens)
+
+    def _block_seconds(self, request: ReserveRequest, need: Need) -> float:
+        columns, num_slots = self.pool.columns, self.pool.columns.num_slots
+        step_s = float(columns.decode_step_s[:num_slots].max(initial=0.0))
+        token_s = float(columns.token_s[:num_slots].max(initial=0.0))
+        seconds = request.num_tokens * token_s + need.expected_output_tokens * step_s
+        return need.num_blocks * seconds
+
+    def _routed(self, request: ReserveRequest, need: Need) -> RoutedRequest:
+        columns = self.pool.columns
+        device, host = self.pool.match(request.route_hashes)
+        candidates = columns.open[: columns.num_slots].copy()
+        for replica_id in request.excluded:
+            view = self.pool.replicas.get(replica_id)
+            if view is not None:
+                candidates[view.slot] = False
+        if not candidates.any():  # rather one that failed than none
+            candidates = columns.open[: columns.num_slots].copy()
+        return RoutedRequest(
+            request.request_key,
+            request.route_hashes,
+            request.num_tokens,
+            need.num_blocks,
+            self.block_size,
+            need.expected_output_tokens,
+            candidates,
+            device,
+            host,
+        )
+
+    def _bind_on_arrival(self, request: ReserveRequest, need: Need, now: float) -> Grant | None:
+        routed = self._routed(request, need)
+        if request.admission_class is not AdmissionClass.BEST_EFFORT:
+            columns = self.pool.columns
+            routed.candidates &= columns.available[: columns.num_slots] >= need.num_blocks
+        if not routed.candidates.any():
+            return None
+        slot = cheapest(routed, self.policy.cost_ms(routed, self.pool.columns, now))
+        if slot is None:
+            return None
+        if request.admission_class is AdmissionClass.BEST_EFFORT:
+            need = Need(0, need.growth_tokens, need.expected_output_tokens)
+        self.policy.placed(routed, slot)
+        hit = float(routed.hit_tokens()[slot])
+        return self._grant(request, need, slot, hit, now)
+
+    def _admit(self, request: ReserveRequest, need: Need, now: float) -> WaitingRequest:
+        appointment = self.book.find(request.retry_token, now)
+        since = now
+        if appointment is not None:
+            since = appointment.refused_at
+            self.book.keep(request.retry_token)
+        level = max(-_MAX_LEVELS, min(_MAX_LEVELS, request.priority))
+        if request.admission_class is AdmissionClass.BEST_EFFORT:
+            level -= 1
+        waiting = WaitingRequest(
+            request,
+            need,
+            since,
+            now,
+            None if request.deadline_s is None else now + request.deadline_s,
+            _PRIORITY_S * level,
+            self._block_seconds(request, need),
+            self._excluded_mask(request),
+        )
+        row = self.queue.add(waiting, self.pool.columns.num_slots)
+        self._set_hits(row, request)
+        self._unwatched[row] = waiting
+        if waiting.deadline_at is not None:
+            self._num_queued += 1
+            heapq.heappush(self._deadlines, (waiting.deadline_at, self._num_queued, waiting))
+        return waiting
+
+    def _excluded_mask(self, request: ReserveRequest) -> int:
+        mask = 0
+        for replica_id in request.excluded:
+            view = self.pool.replicas.get(replica_id)
+            if view is not None:
+                mask |= 1 << view.slot
+        everyone = sum(1 << slot for slot in self.pool.by_slot)
+        return 0 if mask == everyone else mask  # rather one that failed than none
+
+    def _choose(self, now: float) -> tuple[int, int] | None:
+        if isinstance(self.policy, LateBinding):
+            return self.policy.choose(self.queue, self.pool.columns, now)
+        # A policy that binds on arrival only queues what fits nowhere: oldest first.
+        for waiting in self.queue:
+            routed = self._routed(waiting.request, waiting.need)
+            available = self.pool.columns.available[: self.pool.columns.num_slots]
+            routed.candidates &= available >= waiting.need.num_blocks
+            slot = cheapest(routed, self.policy.cost_ms(routed, self.pool.columns, now))
+            return None if slot is None else (waiting.row, slot)
+        return None
+
+    def _grant(
+        self, request: ReserveRequest, need: Need, slot: int, hit_tokens: float, now: float
+    ) -> Grant:
+        view = self.pool.by_slot[slot]
+        uncached = max(1, request.num_tokens - int(hit_tokens))
+        lease = Lease(
+            self.next_lease_id(),
+            request.request_key,
+            request.attempt,
+            view.info.replica_id,
+            view.info.incarnation,
+            view.info.address,
+            view.info.stream_secret,
+            need.num_blocks,
+            request.num_tokens - uncached,
+            self.lease_ttl_s,
+        )
+        columns = self.pool.columns
+        prefill_s = columns.backlog_s(now)[slot] + uncached * columns.token_s[slot]
+        duration = prefill_s + need.expected_output_tokens * columns.decode_step_s[slot]
+        record = LeaseRecord(
+            lease.lease_id,
+            slot,
+            need.num_blocks,
+            lease,
+            request.gateway_id,
+            request.tenant,
+            request.admission_class,
+            request.num_tokens,
+            need.num_blocks,
+            uncached,
+            now,
+            now + self.lease_ttl_s,
+            now + float(duration),
+            need.num_blocks * float(duration),
+        )
+        self.pool.grant(record, request.route_hashes, now)
+        self.queue.charge(request.tenant, record.charged)
+        self.queue.learn_cost(record.charged)
+        self.stats.granted += 1
+        return Grant(request, lease, record)
+
+    def _settle(self, ended: Ended, now: float) -> None:
+        """Correct what was charged by what was really used."""
+        for record in ended:
+            if record.lease is not None:
+                used = record.num_blocks * (now - record.granted_at)
+                self.queue.charge(record.tenant, used - record.charged)
+
+    def _refresh_hits(self) -> None:
+        self.queue.widen(self.pool.columns.num_slots)
+        for row in self.pool.index.take_touched():
+            assert isinstance(row, int), f"{row!r} is not a row"
+            self._set_hits(row, self.queue.at(row).request)
+
+    def _watch_unwatched(self) -> None:
+        for row, waiting in self._unwatched.items():
+            self.pool.index.watch(waiting.request.route_hashes, row)
+            self._set_hits(row, waiting.request)
+        self._unwatched.clear()
+
+    def _set_hits(self, row: int, request: ReserveRequest) -> None:
+        device, host = self.pool.match(request.route_hashes)
+        self.queue.hits[row, : len(device)] = device
+        self.queue.host_hits[row, : len(device)] = 0.0 if host is None else host
+
+    # Explaining
+
+    def _explained_choice(self, routed: RoutedRequest, need: Need, now: float) -> int | None:
+        columns = self.pool.columns
+        routed.candidates &= columns.available[: columns.num_slots] >= need.num_blocks
+        if isinstance(self.policy, LateBinding):
+            if len(self.queue):
+                return None  # what waits is weighed together with it
+            routed.candidates &= self.policy.can_start(columns, now)
+        return cheapest(routed, self.policy.cost_ms(routed, columns, now))
+
+    def _explained_costs(self, routed: RoutedRequest, now: float) -> tuple[ReplicaExplanation, ...]:
+        columns = self.pool.columns
+        policy = self.policy if isinstance(self.policy, LateBinding) else LateBinding()
+        terms = policy.terms(routed, columns, now)
+        totals: FloatArray = self.policy.cost_ms(routed, columns, now)
+        explained: list[ReplicaExplanation] = []
+        for slot, view in sorted(self.pool.by_slot.items()):
+            missing = routed.num_blocks - view.available_blocks
+            releases = [
+                (record.expected_end, record.num_blocks)
+                for record in self.pool.leases.of_slot(slot)
+            ]
+            blocks_s = wait_for_blocks_s(missing, releases, now)
+            blocks_ms = 1e3 * (self.admission.max_retry_after_s if blocks_s is None else blocks_s)
+            explained.append(
+                ReplicaExplanation(
+                    replica_id=view.info.replica_id,
+                    eligible=bool(routed.candidates[slot]),
+                    hit_tokens=int(routed.device_tokens[slot]),
+                    host_hit_tokens=(
+                        0 if routed.host_tokens is None else int(routed.host_tokens[slot])
+                    ),
+                    available_blocks=max(0, view.available_blocks),
+                    prefill_ms=float(terms.prefill[slot]),
+                    load_ms=float(terms.load[slot]),
+                    queue_ms=float(terms.queue[slot]),
+                    blocks_ms=blocks_ms,
+                    batch_ms=float(terms.batch[slot]),
+                    affinity_ms=float(terms.affinity[slot]),
+                    total_ms=float(totals[slot]) + blocks_ms,
+                )
+            )
+        return tuple(explained)
+
+
+def _refused(
+    request: ReserveRequest,
+    error: str,
+    reason: str,
+    *,
+    retry_after_s: float | None = None,
+    retry_token: str = "",
+) -> Refused:
+    return Refused(request.request_key, request.attempt, error, reason, retry_after_s, retry_token)
+
+
+def _refused_deadline(request: ReserveRequest) -> Refused:
+    return _refused(request, "DeadlineExceeded", "its deadline passed before it could start")

@@ -1,0 +1,187 @@
+"""The replicas of one model as their reports and our grants tell: index, ledger, counts.
+
+Keeps the mirror true: gaps and wrong digests ask for a snapshot, a new incarnation voids all that
+was known of the old one. Chooses nothing and knows no queue.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..protos.messages import ModelCard, ReplicaInfo, ReplicaReport, ReplicaStatus, ReportReply
+from ..scheduler.block_hash import stride_blocks
+from .lease_table import LeaseRecord, LeaseTable
+from .prefix_index import PrefixIndex, Tier
+from .replica_view import FloatArray, ReplicaColumns, ReplicaView
+
+
+@dataclass(slots=True)
+class PoolCounters:
+    """What went wrong between the controller and its replicas, and was put right."""
+
+    stale_reports: int = 0
+    gaps: int = 0
+    wrong_digests: int = 0
+    snapshots: int = 0
+    adopted_leases: int = 0
+
+
+class ReplicaPool:
+    """The mirror of one model's replicas."""
+
+    def __init__(self, block_size: int, *, speculative: bool = True) -> None:
+        self.block_size = block_size
+        self.columns = ReplicaColumns()
+        self.index = PrefixIndex()
+        self.leases = LeaseTable()
+        self.replicas: dict[str, ReplicaView] = {}
+        self.by_slot: dict[int, ReplicaView] = {}
+        self.counters = PoolCounters()
+        self._speculative = speculative
+        self._free_slots: list[int] = []
+        self._alive = 0
+        self._tokens_at = [0]
+
+    def add(self, info: ReplicaInfo, card: ModelCard, now: float) -> ReplicaView:
+        """A new incarnation; its predecessor must have been removed."""
+        assert info.replica_id not in self.replicas, f"{info.replica_id} is registered"
+        slot = self._free_slots.pop() if self._free_slots else self._add_slot()
+        view = ReplicaView(info, card, slot, self.columns, now, reported_at=now, moved_at=now)
+        self.replicas[info.replica_id] = view
+        self.by_slot[slot] = view
+        self._alive |= 1 << slot
+        view.refresh(now)
+        return view
+
+    def remove(self, view: ReplicaView) -> list[LeaseRecord]:
+        """Forget an incarnation: its cache, its counts; its leases are returned, void."""
+        ended = self.leases.void_slot(view.slot)
+        self.index.clear(view.slot)
+        self.columns.clear(view.slot)
+        del self.replicas[view.info.replica_id]
+        del self.by_slot[view.slot]
+        self._alive &= ~(1 << view.slot)
+        self._free_slots.append(view.slot)
+        return ended
+
+    def take_report(
+        self, view: ReplicaView, report: ReplicaReport, now: float
+    ) -> tuple[ReportReply, tuple[LeaseRecord, ...]]:
+        """Mirror one report; returns the answer and the leases that it ended."""
+        expected = view.next_sequence
+        if expected is not None and report.sequence_number < expected:
+            self.counters.stale_reports += 1
+            return ReportReply(draining=view.draining), ()
+        if expected is not None and report.sequence_number > expected:
+            self.counters.gaps += 1
+            view.needs_snapshot = True
+        view.next_sequence = report.sequence_number + 1
+        self._mirror_index(view, report)
+        change = self.leases.apply_ledger(view.slot, report.leases, report.finished_leases)
+        for record in change.accepted:
+            view.drop_grant(record.num_blocks, record.uncached_tokens)
+        self._retract(change.ended)
+        view.take_report(report, self.leases.promised(view.slot), now)
+        reply = ReportReply(needs_snapshot=view.needs_snapshot, draining=view.draining)
+        return reply, change.ended
+
+    def grant(self, record: LeaseRecord, route_hashes: tuple[bytes, ...], now: float) -> None:
+        """Book a lease on its replica; its prompt counts as coming to the index."""
+        view = self.by_slot[record.slot]
+        self.leases.grant(record)
+        view.add_grant(record.num_blocks, record.uncached_tokens, now)
+        if self._speculative:
+            record.speculative = route_hashes
+            self.index.speculate(record.slot, route_hashes)
+
+    def drop_grant(self, record: LeaseRecord, now: float) -> None:
+        """Undo a grant that never reached its client."""
+        self.leases.drop(record)
+        self._undo(record, now)
+
+    def expire(self, now: float) -> list[LeaseRecord]:
+        """Undo the grants that no report listed in time."""
+        expired = self.leases.pop_expired(now)
+        for record in expired:
+            self._undo(record, now)
+        return expired
+
+    def match(self, route_hashes: Sequence[bytes]) -> tuple[FloatArray, FloatArray | None]:
+        """Prompt tokens resident per slot: on the device, and further ones on the host tier."""
+        depths = self.index.device_depths(route_hashes, self._alive, speculative=self._speculative)
+        tokens_at = self._token_counts(len(route_hashes))
+        device = np.array([tokens_at[depth] for depth in depths], dtype=np.float64)
+        reach = self.index.reach(route_hashes, self._alive)
+        if reach is None:
+            return device, None
+        return device, np.array([tokens_at[depth] for depth in reach], dtype=np.float64) - device
+
+    def statuses(self, now: float) -> list[ReplicaStatus]:
+        """One per replica."""
+        index = self.index
+        return [
+            view.status(
+                now,
+                index.num_held(view.slot, Tier.DEVICE),
+                index.num_held(view.slot, Tier.HOST),
+            )
+            for view in self.replicas.values()
+        ]
+
+    def check_integrity(self) -> None:
+        """Assert that sums, columns, index and ledger agree."""
+        self.index.check_integrity()
+        self.leases.check_integrity()
+        for view in self.replicas.values():
+            granted = [record for record in self.leases.of_slot(view.slot) if not record.listed]
+            assert view.num_granted == len(granted), f"{view.num_granted} != {len(granted)}"
+            assert view.granted_blocks == sum(record.num_blocks for record in granted)
+            assert view.granted_tokens == sum(record.uncached_tokens for record in granted)
+            assert view.promised_blocks == self.leases.promised(view.slot)
+            assert self.columns.available[view.slot] == view.available_blocks
+            assert self.columns.active[view.slot] == view.num_active
+
+    def _add_slot(self) -> int:
+        self.columns.add_slot()
+        return self.index.add_slot()
+
+    def _mirror_index(self, view: ReplicaView, report: ReplicaReport) -> None:
+        if view.report is not None and report.epoch != view.report.epoch:
+            self.index.clear(view.slot)  # a cache reset: nothing of before is resident
+        if report.is_snapshot:
+            self.index.replace(view.slot, report.events)
+            view.needs_snapshot = False
+            self.counters.snapshots += 1
+        else:
+            self.index.apply(view.slot, report.events)
+        if not view.needs_snapshot and not self._digests_agree(view.slot, report):
+            self.counters.wrong_digests += 1
+            view.needs_snapshot = True
+
+    def _digests_agree(self, slot: int, report: ReplicaReport) -> bool:
+        return (
+            self.index.digest(slot, Tier.DEVICE) == report.digest_device
+            and self.index.digest(slot, Tier.HOST) == report.digest_host
+        )
+
+    def _undo(self, record: LeaseRecord, now: float) -> None:
+        view = self.by_slot[record.slot]
+        view.drop_grant(record.num_blocks, record.uncached_tokens)
+        view.refresh(now)
+        self._retract((record,))
+
+    def _retract(self, records: Sequence[LeaseRecord]) -> None:
+        for record in records:
+            if record.speculative:
+                self.index.retract(record.slot, record.speculative)
+                record.speculative = ()
+
+    def _token_counts(self, depth: int) -> list[int]:
+        """Tokens covered by the first k route hashes, for k up to `depth`."""
+        stride = stride_blocks(self.block_size)
+        while len(self._tokens_at) <= depth:
+            last = self._tokens_at[-1]
+            step = 1 if len(self._tokens_at) <= stride else stride
+            self._tokens_at.append(last + step * self.block_size)
+        return self._tokens_at

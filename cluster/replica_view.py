@@ -1,0 +1,236 @@
+"""What the controller knows of each replica: its last report, and what was granted since.
+
+`ReplicaColumns` holds the numbers that routing needs as arrays indexed by slot, so that one
+decision costs the same few array operations for 8 replicas and for 1,000. `ReplicaView` is one
+replica: it owns its slot's entries and keeps them right. Neither chooses anything.
+
+    available = clean + cached_idle - unused part of accepted leases - grants not yet listed
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..protos.messages import (
+    BlockCounts,
+    ModelCard,
+    ReplicaInfo,
+    ReplicaReport,
+    ReplicaState,
+    ReplicaStatus,
+)
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+_FLOAT_COLUMNS = ("work_end", "token_s", "decode_step_s", "load_token_s")
+_INT_COLUMNS = ("available", "total", "pinned", "active", "waiting", "max_active", "prefill_tokens")
+
+
+class ReplicaColumns:
+    """Arrays by slot; rows beyond `num_slots` are unused.
+
+    open: may be given leases. available/total/pinned: device blocks. active: requests waiting or
+    running there, grants included. work_end: when the prefill work known now will be done.
+    prefill_tokens: prompt tokens not computed yet. token_s: prefill seconds per token.
+    load_token_s: seconds to bring one cached token from the host tier.
+    """
+
+    def __init__(self) -> None:
+        self.num_slots = 0
+        self.open: BoolArray = np.zeros(8, dtype=np.bool_)
+        self.work_end: FloatArray = np.zeros(8)
+        self.token_s: FloatArray = np.zeros(8)
+        self.decode_step_s: FloatArray = np.zeros(8)
+        self.load_token_s: FloatArray = np.zeros(8)
+        self.available: IntArray = np.zeros(8, dtype=np.int64)
+        self.total: IntArray = np.zeros(8, dtype=np.int64)
+        self.pinned: IntArray = np.zeros(8, dtype=np.int64)
+        self.active: IntArray = np.zeros(8, dtype=np.int64)
+        self.waiting: IntArray = np.zeros(8, dtype=np.int64)
+        self.max_active: IntArray = np.zeros(8, dtype=np.int64)
+        self.prefill_tokens: IntArray = np.zeros(8, dtype=np.int64)
+
+    def add_slot(self) -> int:
+        """One more slot, closed and empty."""
+        if self.num_slots == len(self.open):
+            self.open = np.concatenate([self.open, np.zeros_like(self.open)])
+            for name in (*_FLOAT_COLUMNS, *_INT_COLUMNS):
+                column = getattr(self, name)
+                setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
+        self.num_slots += 1
+        return self.num_slots - 1
+
+    def clear(self, slot: int) -> None:
+        """Close the slot and forget its numbers."""
+        self.open[slot] = False
+        for name in (*_FLOAT_COLUMNS, *_INT_COLUMNS):
+            getattr(self, name)[slot] = 0
+
+    def backlog_s(self, now: float) -> FloatArray:
+        """Seconds of prefill work before each slot, float64 [num_slots]."""
+        return np.maximum(self.work_end[: self.num_slots] - now, 0.0)
+
+
+@dataclass(slots=True)
+class ReplicaView:
+    """One incarnation of one replica, as far as reports and grants tell.
+
+    granted_*: sums over leases that no report has listed yet. promised_blocks: what accepted
+    leases still may take, by the last report.
+    """
+
+    info: ReplicaInfo
+    card: ModelCard
+    slot: int
+    columns: ReplicaColumns
+    registered_at: float
+    draining: bool = False
+    suspect: bool = False
+    dead: bool = False
+    report: ReplicaReport | None = None
+    reported_at: float = 0.0
+    moved_at: float = 0.0
+    next_sequence: int | None = None
+    needs_snapshot: bool = True
+    promised_blocks: int = 0
+    granted_blocks: int = 0
+    granted_tokens: int = 0
+    num_granted: int = 0
+
+    @property
+    def state(self) -> ReplicaState:
+        """Where it stands; only a ready replica is given leases."""
+        if self.dead:
+            return ReplicaState.DEAD
+        if self.draining:
+            return ReplicaState.DRAINING
+        if self.suspect:
+            return ReplicaState.SUSPECT
+        return ReplicaState.STARTING if self.report is None else ReplicaState.READY
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that an allocation could have had at the last report."""
+        return 0 if self.report is None else self.report.device.free
+
+    @property
+    def available_blocks(self) -> int:
+        """Blocks that a new lease could have; negative when best-effort growth ate promises."""
+        return self.free_blocks - self.promised_blocks - self.granted_blocks
+
+    @property
+    def leased_blocks(self) -> int:
+        """What leases still may take."""
+        return self.promised_blocks + self.granted_blocks
+
+    @property
+    def num_working(self) -> int:
+        """Requests that its leader has, by the last report."""
+        return 0 if self.report is None else self.report.num_running + self.report.num_waiting
+
+    @property
+    def num_active(self) -> int:
+        """Requests waiting or running there, grants included."""
+        if self.report is None:
+            return self.num_granted
+        return self.report.num_running + self.report.num_waiting + self.num_granted
+
+    def take_report(self, report: ReplicaReport, promised_blocks: int, now: float) -> None:
+        """Replace the counts by the report's; a moved step counter is a sign of life."""
+        if self.report is None or report.steps_done != self.report.steps_done:
+            self.moved_at = now
+        self.report = report
+        self.reported_at = now
+        self.promised_blocks = promised_blocks
+        self.suspect = False
+        self.refresh(now)
+
+    def add_grant(self, num_blocks: int, uncached_tokens: int, now: float) -> None:
+        """A lease was granted that the leader does not know yet."""
+        self.granted_blocks += num_blocks
+        self.granted_tokens += uncached_tokens
+        self.num_granted += 1
+        columns, slot = self.columns, self.slot
+        columns.available[slot] -= num_blocks
+        columns.active[slot] += 1
+        columns.waiting[slot] += 1
+        columns.prefill_tokens[slot] += uncached_tokens
+        columns.work_end[slot] = (
+            max(float(columns.work_end[slot]), now) + uncached_tokens * columns.token_s[slot]
+        )
+
+    def drop_grant(self, num_blocks: int, uncached_tokens: int) -> None:
+        """A grant was listed by a report, given back, or expired; `refresh` follows."""
+        self.granted_blocks -= num_blocks
+        self.granted_tokens -= uncached_tokens
+        self.num_granted -= 1
+        assert min(self.granted_blocks, self.granted_tokens, self.num_granted) >= 0, (
+            f"{self.info.replica_id}: negative grants {self.granted_blocks}, "
+            f"{self.granted_tokens}, {self.num_granted}"
+        )
+
+    def refresh(self, now: float) -> None:
+        """Write the slot's entries anew from the report and the grants."""
+        columns, slot, report = self.columns, self.slot, self.report
+        columns.open[slot] = self.state is ReplicaState.READY
+        columns.available[slot] = self.available_blocks
+        columns.active[slot] = self.num_active
+        columns.max_active[slot] = self.info.max_num_sequences
+        columns.token_s[slot] = 1.0 / max(self._prefill_rate, 1e-9)
+        waiting_tokens = self.granted_tokens
+        if report is not None:
+            waiting_tokens += report.waiting_prefill_tokens
+            columns.total[slot] = report.device.total
+            columns.pinned[slot] = report.device.referenced + report.device.fenced
+            columns.waiting[slot] = report.num_waiting + self.num_granted
+            columns.decode_step_s[slot] = report.decode_step_s or self.info.decode_step_s
+            columns.load_token_s[slot] = self._load_token_s(report)
+        columns.prefill_tokens[slot] = waiting_tokens
+        columns.work_end[slot] = self._work_end(now)
+
+    def status(self, now: float, indexed_device: int, indexed_host: int) -> ReplicaStatus:
+        """The replica for status pages."""
+        report = self.report
+        return ReplicaStatus(
+            replica_id=self.info.replica_id,
+            incarnation=self.info.incarnation,
+            model=self.info.model,
+            state=self.state,
+            address=self.info.address,
+            device=report.device if report else BlockCounts(),
+            host=report.host if report else BlockCounts(),
+            num_waiting=report.num_waiting if report else 0,
+            num_running=report.num_running if report else 0,
+            leased_blocks=self.leased_blocks,
+            available_blocks=max(0, self.available_blocks),
+            hit_tokens=report.hit_tokens if report else 0,
+            query_tokens=report.query_tokens if report else 0,
+            preemptions=report.preemptions if report else 0,
+            steps_done=report.steps_done if report else 0,
+            indexed_device=indexed_device,
+            indexed_host=indexed_host,
+            report_age_s=now - self.reported_at if report else None,
+            node_id=self.info.node_id,
+        )
+
+    @property
+    def _prefill_rate(self) -> float:
+        measured = self.report.prefill_tokens_per_s if self.report else 0.0
+        return measured or self.info.prefill_tokens_per_s or 1.0
+
+    def _work_end(self, now: float) -> float:
+        token_s = float(self.columns.token_s[self.slot])
+        if self.report is None:
+            return now + self.granted_tokens * token_s
+        # The reported work has been shrinking since the report was made.
+        reported_end = self.reported_at + self.report.waiting_prefill_tokens * token_s
+        return max(reported_end, now) + self.granted_tokens * token_s
+
+    def _load_token_s(self, report: ReplicaReport) -> float:
+        if not report.copy_bytes_per_s or not self.info.block_bytes:
+            return 0.0
+        block_s = self.info.block_bytes / report.copy_bytes_per_s
+        return block_s / self.info.identity.block_size
