@@ -1,0 +1,16 @@
+// All kernels for one instruction set: compiled once per set, with PF_ISA as its name.
+
+#include "attention.cpp"
+#include "elementwise.cpp"
+#include "linear.cpp"
+
+namespace pagefleet {
+namespace PF_ISA {
+
+extern const KernelTable kernel_table = {
+    packed_bytes,   pack_linear, unpack_rows,  linear,       attention,
+    rope_and_cache, rms_norm,    add_rms_norm, silu_and_mul,
+};
+
+}  // namespace PF_ISA
+}  // namespace pagefleet

@@ -1,0 +1,72 @@
+// What one instruction set offers: a table of kernels, and the arguments of the larger ones.
+//
+// Everything crosses this border as plain pointers, strides (in elements) and integers.
+#pragma once
+
+#include <stdint.h>
+
+namespace pagefleet {
+
+enum DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
+
+struct PackArgs {
+  const void* weight;  // [out, in], contiguous, float32 or bfloat16
+  void* packed;        // packed_bytes() of room
+  float* scale;        // [out], written for int8 only
+  int64_t out_features, in_features;
+  int32_t weight_dtype, packed_dtype, threads;
+};
+
+struct LinearArgs {
+  const void* x;       // [rows, in], contiguous
+  const void* packed;
+  const float* scale;  // [out], int8 only
+  const float* bias;   // [out] or null
+  void* out;           // [rows, out], contiguous, dtype of x
+  int64_t rows, out_features, in_features;
+  int32_t x_dtype, packed_dtype, threads;
+};
+
+struct AttentionArgs {
+  const void* q;    // [tokens, heads, head_dim], contiguous
+  const void* kv;   // one layer's K and V, strided
+  void* out;        // like q
+  const int32_t* query_starts;  // [sequences + 1]
+  const int32_t* context_lens;  // [sequences]
+  const int32_t* block_tables;  // [sequences, table_stride]
+  int64_t table_stride, block_stride, value_offset, token_stride, head_stride;
+  int64_t num_sequences, num_heads, num_kv_heads, head_dim, block_size;
+  float scale;
+  int32_t dtype, threads;
+};
+
+struct RopeArgs {
+  const void *q, *k, *v;  // token strides below, heads contiguous
+  void* q_out;            // [tokens, heads, head_dim], contiguous
+  void* kv;
+  const float* cos_sin;   // [positions, rotary_dim]
+  const int64_t *positions, *slots;
+  int64_t q_stride, k_stride, v_stride;
+  int64_t block_stride, value_offset, token_stride, head_stride;
+  int64_t num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim, block_size;
+  int32_t dtype, threads;
+};
+
+struct KernelTable {
+  int64_t (*packed_bytes)(int64_t out_features, int64_t in_features, int32_t packed_dtype);
+  void (*pack_linear)(const PackArgs*);
+  void (*unpack_rows)(const void* packed, const float* scale, int64_t in_features,
+                      int32_t packed_dtype, const int64_t* rows, int64_t num_rows, void* out,
+                      int32_t out_dtype, int32_t threads);
+  void (*linear)(const LinearArgs*);
+  void (*attention)(const AttentionArgs*);
+  void (*rope_and_cache)(const RopeArgs*);
+  void (*rms_norm)(const void* x, const void* weight, void* out, int64_t rows, int64_t hidden,
+                   float eps, int32_t dtype, int32_t threads);
+  void (*add_rms_norm)(const void* x, void* residual, const void* weight, void* out, int64_t rows,
+                       int64_t hidden, float eps, int32_t dtype, int32_t threads);
+  void (*silu_and_mul)(const void* gate_up, void* out, int64_t rows, int64_t ffn, int32_t dtype,
+                       int32_t threads);
+};
+
+}  // namespace pagefleet

@@ -1,0 +1,130 @@
+// The C interface of the library, and the choice of the instruction set.
+
+#include <string.h>
+#include <sys/mman.h>
+
+#include "kernels.h"
+
+namespace pagefleet {
+
+#define PF_DECLARE(isa)                  \
+  namespace isa {                        \
+  extern const KernelTable kernel_table; \
+  }
+PF_DECLARE(portable)
+#ifdef PF_HAVE_avx2
+PF_DECLARE(avx2)
+#endif
+#ifdef PF_HAVE_avx512
+PF_DECLARE(avx512)
+#endif
+
+struct Candidate {
+  const char* name;
+  const KernelTable* table;
+  bool (*supported)();
+};
+
+// Best first.
+static const Candidate candidates[] = {
+#ifdef PF_HAVE_avx512
+    {"avx512", &avx512::kernel_table,
+     [] {
+       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+              __builtin_cpu_supports("fma");
+     }},
+#endif
+#ifdef PF_HAVE_avx2
+    {"avx2", &avx2::kernel_table,
+     [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
+#endif
+    {"portable", &portable::kernel_table, [] { return true; }},
+};
+
+static const Candidate* chosen = nullptr;
+
+static const KernelTable& kernels() { return *chosen->table; }
+
+template <typename Copy>
+static void for_each_copy(int64_t count, int32_t threads, int64_t bytes, Copy copy) {
+#pragma omp parallel for num_threads(threads) schedule(static) \
+    if (threads > 1 && count * bytes > (1 << 20))
+  for (int64_t i = 0; i < count; i++) copy(i);
+}
+
+}  // namespace pagefleet
+
+using namespace pagefleet;
+
+#define PF_EXPORT extern "C" __attribute__((visibility("default")))
+
+// Chooses an instruction set by name, or the best one when name is null. Returns the name of the
+// set in use, or null where this machine or this build lacks the one asked for. Weights packed
+// under one set cannot be used under another.
+PF_EXPORT const char* pf_select(const char* name) {
+  for (const Candidate& candidate : candidates) {
+    bool wanted = name == nullptr || strcmp(name, candidate.name) == 0;
+    if (wanted && candidate.supported()) {
+      chosen = &candidate;
+      return candidate.name;
+    }
+  }
+  return nullptr;
+}
+
+PF_EXPORT int64_t pf_packed_bytes(int64_t out_features, int64_t in_features, int32_t dtype) {
+  return kernels().packed_bytes(out_features, in_features, dtype);
+}
+
+// Asks for huge pages under a buffer that will be read as one long stream; a hint, never an error.
+PF_EXPORT void pf_advise_huge_pages(void* data, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+  const uintptr_t huge = 2u << 20;
+  uintptr_t begin = ((uintptr_t)data + huge - 1) / huge * huge;
+  uintptr_t end = ((uintptr_t)data + (uintptr_t)bytes) / huge * huge;
+  if (end > begin) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+PF_EXPORT void pf_pack_linear(const PackArgs* args) { kernels().pack_linear(args); }
+
+PF_EXPORT void pf_unpack_rows(const void* packed, const float* scale, int64_t in_features,
+                              int32_t packed_dtype, const int64_t* rows, int64_t num_rows, void* out,
+                              int32_t out_dtype, int32_t threads) {
+  kernels().unpack_rows(packed, scale, in_features, packed_dtype, rows, num_rows, out, out_dtype,
+                        threads);
+}
+
+PF_EXPORT void pf_linear(const LinearArgs* args) { kernels().linear(args); }
+PF_EXPORT void pf_attention(const AttentionArgs* args) { kernels().attention(args); }
+PF_EXPORT void pf_rope_and_cache(const RopeArgs* args) { kernels().rope_and_cache(args); }
+
+PF_EXPORT void pf_rms_norm(const void* x, const void* weight, void* out, int64_t rows,
+                           int64_t hidden, float eps, int32_t dtype, int32_t threads) {
+  kernels().rms_norm(x, weight, out, rows, hidden, eps, dtype, threads);
+}
+
+PF_EXPORT void pf_add_rms_norm(const void* x, void* residual, const void* weight, void* out,
+                               int64_t rows, int64_t hidden, float eps, int32_t dtype,
+                               int32_t threads) {
+  kernels().add_rms_norm(x, residual, weight, out, rows, hidden, eps, dtype, threads);
+}
+
+PF_EXPORT void pf_silu_and_mul(const void* gate_up, void* out, int64_t rows, int64_t ffn,
+                               int32_t dtype, int32_t threads) {
+  kernels().silu_and_mul(gate_up, out, rows, ffn, dtype, threads);
+}
+
+// Copies the first num_slots[i] slots of block sources[i] to block targets[i], over all layers.
+// planes: layers * 2; the other sizes in bytes.
+PF_EXPORT void pf_copy_slots(char* pool, const int64_t* sources, const int64_t* targets,
+                             const int64_t* num_slots, int64_t count, int64_t planes,
+                             int64_t plane_bytes, int64_t slot_bytes, int32_t threads) {
+  int64_t block_bytes = planes * plane_bytes;
+  for_each_copy(count * planes, threads, plane_bytes, [=](int64_t i) {
+    int64_t copy = i / planes, at = i % planes * plane_bytes;
+    memcpy(pool + targets[copy] * block_bytes + at, pool + sources[copy] * block_bytes + at,
+           (size_t)(num_slots[copy] * slot_bytes));
+  });
+}

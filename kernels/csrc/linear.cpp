@@ -1,0 +1,266 @@
+// Linear layers over packed weights: one packed copy serves one row (memory-bound) and a thousand.
+//
+// Packed layout: panels of kPanel output columns, each k-major, so that every product reads its
+// weights as one stream:
+//   float32   [panel][in][kPanel]            float
+//   bfloat16  [panel][ceil(in / 2)][kPanel]  pairs of bfloat16 in 32-bit words
+//   int8      [panel][in][kPanel]            int8, one float32 scale per output column
+// The last panel is filled with zeros.
+
+#include <math.h>
+#include <omp.h>
+
+#include "kernels.h"
+#include "micro.h"
+
+namespace pagefleet {
+namespace PF_ISA {
+
+constexpr long kRowsPerBlock = 20 * kMaxRows;  // rows that share one pass over a weight panel
+constexpr long kDepth = 2048;                  // of k at a time, so that a panel part stays in L2
+constexpr double kSerialWork = 3e5;            // multiply-adds below which threads do not pay
+
+template <typename W>
+struct Layout {  // float and int8: one element of a column after the other
+  static long depth(long k) { return k; }
+  static long offset(long k) { return k * kPanel; }
+};
+template <>
+struct Layout<uint32_t> {  // bfloat16: pairs; an odd k is filled up with a zero
+  static long depth(long k) { return (k + 1) / 2 * 2; }
+  static long offset(long k) { return k / 2 * kPanel; }
+};
+
+template <typename W>
+static long panel_size(long k) {
+  return Layout<W>::offset(Layout<W>::depth(k));
+}
+
+static int64_t packed_bytes(int64_t n, int64_t k, int32_t dtype) {
+  long panels = ceil_div(n, kPanel);
+  if (dtype == kFloat32) return panels * panel_size<float>(k) * 4;
+  if (dtype == kBFloat16) return panels * panel_size<uint32_t>(k) * 4;
+  return panels * panel_size<int8_t>(k);
+}
+
+template <typename T>
+static void pack_panel(const T* rows, long count, long k, float* panel) {
+  for (long i = 0; i < k; i++) {
+    for (long j = 0; j < kPanel; j++) panel[i * kPanel + j] = j < count ? to_float(rows[j * k + i]) : 0;
+  }
+}
+
+template <typename T>
+static void pack_panel(const T* rows, long count, long k, uint32_t* panel) {
+  for (long i = 0; i < k; i += 2) {
+    for (long j = 0; j < kPanel; j++) {
+      bf16 low = {0}, high = {0};
+      if (j < count) from_float(to_float(rows[j * k + i]), &low);
+      if (j < count && i + 1 < k) from_float(to_float(rows[j * k + i + 1]), &high);
+      panel[i / 2 * kPanel + j] = (uint32_t)high.bits << 16 | low.bits;
+    }
+  }
+}
+
+template <typename T>
+static void pack_panel_int8(const T* rows, long count, long k, int8_t* panel, float* scale) {
+  memset(panel, 0, (size_t)(k * kPanel));
+  for (long j = 0; j < count; j++) {
+    float largest = 0;
+    for (long i = 0; i < k; i++) largest = fmaxf(largest, fabsf(to_float(rows[j * k + i])));
+    scale[j] = largest / 127.0f;
+    float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+    for (long i = 0; i < k; i++) {
+      panel[i * kPanel + j] = (int8_t)lrintf(to_float(rows[j * k + i]) * inverse);
+    }
+  }
+}
+
+template <typename T>
+static void pack_all(const PackArgs& args) {
+  const T* weight = (const T*)args.weight;
+  long n = args.out_features, k = args.in_features;
+  long panels = ceil_div(n, kPanel);
+#pragma omp parallel for num_threads(args.threads) schedule(static) if (args.threads > 1)
+  for (long p = 0; p < panels; p++) {
+    const T* rows = weight + p * kPanel * k;
+    long count = min_of(kPanel, n - p * kPanel);
+    if (args.packed_dtype == kFloat32) {
+      pack_panel(rows, count, k, (float*)args.packed + p * panel_size<float>(k));
+    } else if (args.packed_dtype == kBFloat16) {
+      pack_panel(rows, count, k, (uint32_t*)args.packed + p * panel_size<uint32_t>(k));
+    } else {
+      pack_panel_int8(rows, count, k, (int8_t*)args.packed + p * panel_size<int8_t>(k),
+                      args.scale + p * kPanel);
+    }
+  }
+}
+
+static void pack_linear(const PackArgs* args) {
+  if (args->weight_dtype == kFloat32) {
+    pack_all<float>(*args);
+  } else {
+    pack_all<bf16>(*args);
+  }
+}
+
+static float packed_element(const void* packed, const float* scale, long k, int32_t dtype, long row,
+                            long i) {
+  long panel = row / kPanel, column = row % kPanel;
+  if (dtype == kFloat32) {
+    return ((const float*)packed)[panel * panel_size<float>(k) + i * kPanel + column];
+  }
+  if (dtype == kBFloat16) {
+    uint32_t word = ((const uint32_t*)packed)[panel * panel_size<uint32_t>(k) +
+                                              i / 2 * kPanel + column];
+    return bits_to_float(i % 2 ? word & 0xffff0000u : word << 16);
+  }
+  long at = panel * panel_size<int8_t>(k) + i * kPanel + column;
+  return to_float(((const int8_t*)packed)[at]) * scale[row];
+}
+
+// Rows of the original weight, for an embedding that shares its table with the output layer.
+static void unpack_rows(const void* packed, const float* scale, int64_t k, int32_t dtype,
+                        const int64_t* rows, int64_t num_rows, void* out, int32_t out_dtype,
+                        int32_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && num_rows > 8)
+  for (long r = 0; r < num_rows; r++) {
+    for (long i = 0; i < k; i++) {
+      float value = packed_element(packed, scale, k, dtype, rows[r], i);
+      if (out_dtype == kFloat32) {
+        ((float*)out)[r * k + i] = value;
+      } else {
+        from_float(value, (bf16*)out + r * k + i);
+      }
+    }
+  }
+}
+
+// How `rows` are cut into groups of at most kMaxRows, as even as possible.
+struct Groups {
+  long rows, count;
+
+  explicit Groups(long rows) : rows(rows), count(ceil_div(rows, kMaxRows)) {}
+  long begin(long g) const { return g * rows / count; }
+  int size(long g) const { return (int)(begin(g + 1) - begin(g)); }
+};
+
+template <typename T, typename W>
+struct Product {
+  const LinearArgs& args;
+  const T* x;
+  const W* packed;
+  T* out;
+  long rows, n, k, depth;
+  float* inputs;  // groups of rows, interleaved: [group][depth][rows of the group]
+
+  explicit Product(const LinearArgs& a)
+      : args(a), x((const T*)a.x), packed((const W*)a.packed), out((T*)a.out), rows(a.rows),
+        n(a.out_features), k(a.in_features), depth(Layout<W>::depth(k)), inputs(nullptr) {}
+
+  // Interleaving writes up to a vector past a group's end, hence the room between groups.
+  float* inputs_of(const Groups& groups, long g) const {
+    return inputs + groups.begin(g) * depth + g * kWidth;
+  }
+
+  void interleave_group(const Groups& groups, long g) const {
+    int count = groups.size(g);
+    float* target = inputs_of(groups, g);
+    interleave_rows(x + groups.begin(g) * k, k, count, k, target);
+    for (long i = k * count; i < depth * count; i++) target[i] = 0;
+  }
+
+  void write_rows(long first_row, long count, long panel, const float* sums) const {
+    long column = panel * kPanel;
+    long width = min_of(kPanel, n - column);
+    for (long m = 0; m < count; m++) {
+      T* target = out + (first_row + m) * n + column;
+      for (long v = 0; v < width; v += kWidth) {
+        Vec value = load(sums + m * kPanel + v);
+        long left = width - v;
+        if (args.scale) value = mul(value, load_part_or_all(args.scale + column + v, left));
+        if (args.bias) value = add(value, load_part_or_all(args.bias + column + v, left));
+        if (left >= kWidth) {
+          store(target + v, value);
+        } else {
+          store_part(target + v, value, left);
+        }
+      }
+    }
+  }
+
+  static Vec load_part_or_all(const float* p, long left) {
+    return left >= kWidth ? load(p) : load_part(p, left);
+  }
+
+  // One panel of columns for one block of row groups.
+  void multiply_panel(const Groups& groups, long group_begin, long group_end, long panel,
+                      float* sums) const {
+    const W* weights = packed + panel * panel_size<W>(k);
+    long first_row = groups.begin(group_begin);
+    for (long from = 0; from < depth; from += kDepth) {
+      long length = min_of(kDepth, depth - from);
+      for (long g = group_begin; g < group_end; g++) {
+        long row = groups.begin(g);
+        int count = groups.size(g);
+        const float* a = inputs_of(groups, g) + from * count;
+        panel_product_for<W>(count)(a, weights + Layout<W>::offset(from), length,
+                                    sums + (row - first_row) * kPanel, kPanel, from > 0);
+      }
+    }
+    write_rows(first_row, groups.begin(group_end) - first_row, panel, sums);
+  }
+
+  void run() {
+    static thread_local Scratch input_scratch;
+    Groups groups(rows);
+    inputs = input_scratch.floats((size_t)(rows * depth + groups.count * kWidth));
+    long panels = ceil_div(n, kPanel);
+    long groups_per_block = min_of(groups.count, kRowsPerBlock / kMaxRows);
+    long blocks = ceil_div(groups.count, groups_per_block);
+    bool parallel = args.threads > 1 && (double)rows * n * k > kSerialWork;
+    bool parallel_inputs = parallel && rows > 64;
+    if (!parallel_inputs) {
+      for (long g = 0; g < groups.count; g++) interleave_group(groups, g);
+    }
+#pragma omp parallel num_threads(args.threads) if (parallel)
+    {
+      static thread_local Scratch sums_scratch;
+      float* sums = sums_scratch.floats((size_t)(groups_per_block * kMaxRows * kPanel));
+      if (parallel_inputs) {
+#pragma omp for schedule(dynamic, 1)
+        for (long g = 0; g < groups.count; g++) interleave_group(groups, g);
+      }
+      long chunk = max_of(1, min_of(16, panels * blocks / (8 * args.threads)));
+#pragma omp for schedule(dynamic, chunk) nowait
+      for (long task = 0; task < panels * blocks; task++) {
+        long block = task / panels, panel = task % panels;
+        long begin = block * groups.count / blocks, end = (block + 1) * groups.count / blocks;
+        multiply_panel(groups, begin, end, panel, sums);
+      }
+    }
+  }
+};
+
+template <typename T>
+static void linear_for(const LinearArgs& args) {
+  if (args.packed_dtype == kFloat32) {
+    Product<T, float>(args).run();
+  } else if (args.packed_dtype == kBFloat16) {
+    Product<T, uint32_t>(args).run();
+  } else {
+    Product<T, int8_t>(args).run();
+  }
+}
+
+static void linear(const LinearArgs* args) {
+  if (args->rows == 0) return;
+  if (args->x_dtype == kFloat32) {
+    linear_for<float>(*args);
+  } else {
+    linear_for<bf16>(*args);
+  }
+}
+
+}  // namespace PF_ISA
+}  // namespace pagefleet

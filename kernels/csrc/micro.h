@@ -1,0 +1,147 @@
+// The inner product of everything: a few rows times one panel of columns, sums kept in registers.
+//
+// Each output is one chain of fused multiply-adds in the order of k, whatever the number of rows:
+// a row's result depends on nothing but the row. Linear layers and attention both stand on this.
+#pragma once
+
+#include "vec.h"
+
+namespace pagefleet {
+namespace PF_ISA {
+
+// Accumulators (rows * 2), two columns vectors and a broadcast must fit the vector registers.
+#if defined(__AVX512F__)
+constexpr int kMaxRows = 12;
+#elif defined(__AVX2__)
+constexpr int kMaxRows = 6;
+#else
+constexpr int kMaxRows = 4;
+#endif
+constexpr int kPanel = 2 * kWidth;   // columns of a panel
+constexpr long kPrefetchBytes = 2048;
+
+template <int ROWS, int VECS>
+PF_INLINE void load_sums(Vec sums[ROWS][VECS], const float* c, long ldc, bool accumulate) {
+#pragma GCC unroll 12
+  for (int m = 0; m < ROWS; m++) {
+#pragma GCC unroll 4
+    for (int v = 0; v < VECS; v++) {
+      sums[m][v] = accumulate ? load(c + m * ldc + v * kWidth) : zero();
+    }
+  }
+}
+
+template <int ROWS, int VECS>
+PF_INLINE void store_sums(Vec sums[ROWS][VECS], float* c, long ldc) {
+#pragma GCC unroll 12
+  for (int m = 0; m < ROWS; m++) {
+#pragma GCC unroll 4
+    for (int v = 0; v < VECS; v++) store(c + m * ldc + v * kWidth, sums[m][v]);
+  }
+}
+
+template <int ROWS, int VECS>
+PF_INLINE void multiply_add(Vec sums[ROWS][VECS], const float* a, const Vec b[VECS]) {
+#pragma GCC unroll 12
+  for (int m = 0; m < ROWS; m++) {
+    Vec value = splat(a[m]);
+#pragma GCC unroll 4
+    for (int v = 0; v < VECS; v++) sums[m][v] = fma(value, b[v], sums[m][v]);
+  }
+}
+
+// c[m][0..kPanel) (+)= sum over k of a[k][m] * panel[k][0..kPanel).
+template <int ROWS>
+static void panel_product(const float* a, const float* panel, long k, float* c, long ldc,
+                          bool accumulate) {
+  Vec sums[ROWS][2];
+  load_sums<ROWS, 2>(sums, c, ldc, accumulate);
+  for (long i = 0; i < k; i++) {
+    Vec b[2] = {load(panel), load(panel + kWidth)};
+    prefetch((const char*)panel + kPrefetchBytes);
+    if (kPanel * sizeof(float) > 64) prefetch((const char*)panel + kPrefetchBytes + 64);
+    multiply_add<ROWS, 2>(sums, a, b);
+    a += ROWS;
+    panel += kPanel;
+  }
+  store_sums<ROWS, 2>(sums, c, ldc);
+}
+
+// The same for bfloat16: a panel's 32-bit words hold the elements of k (low half) and k + 1.
+template <int ROWS>
+static void panel_product(const float* a, const uint32_t* panel, long k, float* c, long ldc,
+                          bool accumulate) {
+  Vec sums[ROWS][2];
+  load_sums<ROWS, 2>(sums, c, ldc, accumulate);
+  for (long i = 0; i < k; i += 2) {
+    Vec even[2], odd[2];
+    load_pair(panel, &even[0], &odd[0]);
+    load_pair(panel + kWidth, &even[1], &odd[1]);
+    prefetch((const char*)panel + kPrefetchBytes);
+    if (kPanel * sizeof(uint32_t) > 64) prefetch((const char*)panel + kPrefetchBytes + 64);
+    multiply_add<ROWS, 2>(sums, a, even);
+    multiply_add<ROWS, 2>(sums, a + ROWS, odd);
+    a += 2 * ROWS;
+    panel += kPanel;
+  }
+  store_sums<ROWS, 2>(sums, c, ldc);
+}
+
+// The same for int8; the caller applies the scale.
+template <int ROWS>
+static void panel_product(const float* a, const int8_t* panel, long k, float* c, long ldc,
+                          bool accumulate) {
+  Vec sums[ROWS][2];
+  load_sums<ROWS, 2>(sums, c, ldc, accumulate);
+  for (long i = 0; i < k; i++) {
+    Vec b[2] = {load(panel), load(panel + kWidth)};
+    prefetch((const char*)panel + kPrefetchBytes);
+    multiply_add<ROWS, 2>(sums, a, b);
+    a += ROWS;
+    panel += kPanel;
+  }
+  store_sums<ROWS, 2>(sums, c, ldc);
+}
+
+template <typename W>
+using PanelProduct = void (*)(const float*, const W*, long, float*, long, bool);
+
+// The kernel for a number of rows between 1 and kMaxRows.
+template <typename W>
+static PanelProduct<W> panel_product_for(int rows) {
+  static const PanelProduct<W> kernels[] = {
+      panel_product<1>,  panel_product<2>,  panel_product<3>,  panel_product<4>,
+#if defined(__AVX2__)
+      panel_product<5>,  panel_product<6>,
+#endif
+#if defined(__AVX512F__)
+      panel_product<7>,  panel_product<8>,  panel_product<9>,
+      panel_product<10>, panel_product<11>, panel_product<12>,
+#endif
+  };
+  return kernels[rows - 1];
+}
+
+// dst[i][0..rows) = src row 0..rows at column i, for `count` columns: rows become columns.
+// Whole vectors are stored in ascending order, so dst needs kWidth floats of room past its end.
+template <typename T>
+PF_INLINE void interleave_rows(const T* src, long src_stride, int rows, long count, float* dst) {
+  long i = 0;
+  Vec tile[kWidth];
+  for (; i < count; i += kWidth) {
+    long n = min_of(kWidth, count - i);
+    for (int m = 0; m < kWidth; m++) {
+      if (m >= rows) {
+        tile[m] = zero();
+      } else {
+        const T* p = src + m * src_stride + i;
+        tile[m] = n == kWidth ? load(p) : load_part(p, n);
+      }
+    }
+    transpose(tile);
+    for (long j = 0; j < n; j++) store(dst + (i + j) * rows, tile[j]);
+  }
+}
+
+}  // namespace PF_ISA
+}  // namespace pagefleet
