@@ -92,12 +92,20 @@ class DrawParams:
     uniforms: Tensor
 
 
-def greedy(logits: Tensor) -> Tensor:
-    """The best id of each row, the lowest on ties. logits: [n, vocab] → int64 [n]."""
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The best id of each row, the lowest on ties, and whether its logit is finite.
+
+    NaN and +inf win every comparison, and a row of -inf has nothing to choose, so the best logit
+    tells whether the row can be used. logits: [n, vocab] → int64 [n], bool [n].
+    """
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
         # numpy's argmax is vectorised, torch's is not: 20 times faster on long rows.
-        return torch.from_numpy(logits.numpy().argmax(axis=-1))
-    return logits.argmax(dim=-1)
+        values = logits.numpy()
+        best = values.argmax(axis=-1)
+        finite = np.isfinite(values[np.arange(len(best)), best])
+        return torch.from_numpy(best), torch.from_numpy(finite)
+    best = logits.argmax(dim=-1)
+    return best, logits.gather(1, best.unsqueeze(1)).flatten().isfinite()
 
 
 def sample(logits: Tensor, params: DrawParams) -> Tensor:

@@ -132,7 +132,7 @@ class InputBatch:
         self.num_blocks = np.zeros(num_rows, dtype=np.int64)
         self._device = device
         self._eos_token_ids = eos_token_ids
-        self._index = np.arange(max(num_rows, max_context) + 1, dtype=np.int64)
+        self._decode_starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
 
     def apply(self, output: SchedulerOutput) -> None:
         """The deltas of one step, in the order that `SchedulerOutput` promises."""
@@ -151,32 +151,61 @@ class InputBatch:
 
     def prepare(self, output: SchedulerOutput) -> StepInput:
         """Tokens, positions and slots of the scheduled rows, flat in the order of the batch."""
+        if int(output.num_scheduled_tokens.sum()) == len(output.rows):
+            return self._prepare_decodes(output)
         counts = output.num_scheduled_tokens.astype(np.int64)
         first = output.num_computed_tokens.astype(np.int64)
-        num_sequences = len(counts)
-        starts = np.zeros(num_sequences + 1, dtype=np.int32)
+        starts = np.zeros(len(counts) + 1, dtype=np.int32)
         np.cumsum(counts, out=starts[1:])
-        num_tokens = int(starts[-1])
-        longest = int(counts.max())
-        if longest == 1:
-            rows, positions = output.rows, first
-        else:
-            rows = np.repeat(output.rows, counts)
-            positions = np.arange(num_tokens, dtype=np.int64)
-            positions += np.repeat(first - starts[:-1], counts)
-        blocks = self.block_tables[rows, positions // self.block_size].astype(np.int64)
-        slots = blocks * self.block_size + positions % self.block_size
-        context_lens = (first + counts).astype(np.int32)
+        positions = np.arange(int(starts[-1]), dtype=np.int64)
+        positions += np.repeat(first - starts[:-1], counts)
+        return self._make_input(
+            rows=np.repeat(output.rows, counts),
+            positions=positions,
+            tables=output.rows,
+            query_starts=self._to_device(starts),
+            context_lens=(first + counts).astype(np.int32),
+            num_decodes=int((counts != 1).argmax()),
+            max_query_len=int(counts.max()),
+        )
+
+    def _prepare_decodes(self, output: SchedulerOutput) -> StepInput:
+        """As `prepare`, one token per row: nothing to repeat or to sum."""
+        num_rows = len(output.rows)
+        return self._make_input(
+            rows=output.rows,
+            positions=output.num_computed_tokens.astype(np.int64),
+            tables=output.rows,
+            query_starts=self._decode_starts[: num_rows + 1],
+            context_lens=output.num_computed_tokens + np.int32(1),
+            num_decodes=num_rows,
+            max_query_len=1,
+        )
+
+    def _make_input(
+        self,
+        rows: Int32Array,
+        positions: Int64Array,
+        tables: Int32Array,
+        query_starts: Tensor,
+        context_lens: Int32Array,
+        num_decodes: int,
+        max_query_len: int,
+    ) -> StepInput:
+        """rows, positions: of each token; tables: the row of each sequence."""
+        block_indices, offsets = np.divmod(positions, self.block_size)
+        slots = self.block_tables[rows, block_indices] * np.int64(self.block_size)
+        slots += offsets
         max_context_len = int(context_lens.max())
         num_blocks = -(-max_context_len // self.block_size)
         metadata = AttentionMetadata(
-            query_starts=self._to_device(starts),
+            query_starts=query_starts,
             context_lens=self._to_device(context_lens),
-            block_tables=self._to_device(self.block_tables[output.rows, :num_blocks]),
+            block_tables=self._to_device(self.block_tables[tables, :num_blocks]),
             positions=self._to_device(positions),
             slots=self._to_device(slots),
-            num_decodes=num_sequences if longest == 1 else int((counts != 1).argmax()),
-            max_query_len=longest,
+            num_decodes=num_decodes,
+            max_query_len=max_query_len,
             max_context_len=max_context_len,
         )
         token_ids = self.tokens[rows, positions].astype(np.int64)

@@ -270,7 +270,7 @@ class _WantedRows:
         last = output.num_scheduled_tokens.cumsum(dtype=np.int64) - 1
         sampled = last[output.sample_entries]
         expand = None
-        if len(sampled) > 1 and not (np.diff(sampled) > 0).all():
+        if len(sampled) > 1 and not (sampled[1:] > sampled[:-1]).all():
             sampled, expand = np.unique(sampled, return_inverse=True)
         num_sampled = len(sampled)
         if reports:

@@ -46,16 +46,16 @@ class Sampler:
         raw = logits.clone() if is_special and self._wants_logprobs(rows) else logits
         if is_special:
             self._adjust(logits, rows)
-        token_ids = kernels.greedy(logits)
-        failed = self._failed_entries(logits, token_ids)
-        is_random = params.is_random[rows]
-        if is_random.any():
-            is_random[list(failed)] = False
-            self._draw(logits, rows, np.flatnonzero(is_random), token_ids)
+        best, finite = kernels.greedy(logits)
+        token_ids, is_finite = best.cpu().numpy(), finite.cpu().numpy()
+        failed = () if is_finite.all() else tuple(np.flatnonzero(~is_finite).tolist())
+        drawn = np.flatnonzero(params.is_random[rows] & is_finite)
+        if len(drawn) > 0:
+            token_ids[drawn] = self._draw(logits, rows, drawn)
         if failed:
-            token_ids[list(failed)] = 0
+            token_ids[~is_finite] = 0
         logprobs = self._logprobs(raw, rows, token_ids, failed) if is_special else {}
-        return Samples(token_ids.cpu().numpy().astype(np.int32), logprobs, failed)
+        return Samples(token_ids.astype(np.int32), logprobs, failed)
 
     def _wants_logprobs(self, rows: Int32Array) -> bool:
         wanted = self._batch.sampling.num_logprobs
@@ -100,28 +100,15 @@ class Sampler:
         if part is not logits:
             logits[index] = part
 
-    def _failed_entries(self, logits: Tensor, best: Tensor) -> tuple[int, ...]:
-        """NaN and +inf win every comparison, and all -inf has nothing to choose: looking at the
-        best logit is enough."""
-        values = logits.gather(1, best.unsqueeze(1)).flatten()
-        finite = torch.isfinite(values)
-        if bool(finite.all()):
-            return ()
-        return tuple((~finite).nonzero().flatten().tolist())
-
-    def _draw(
-        self, logits: Tensor, rows: Int32Array, entries: Int64Array, token_ids: Tensor
-    ) -> None:
-        if len(entries) == 0:
-            return
+    def _draw(self, logits: Tensor, rows: Int32Array, entries: Int64Array) -> Int64Array:
+        """One id for each of the entries."""
         params, device = self._batch.sampling, logits.device
         chosen = rows[entries]
         uniforms = kernels.uniforms(
             params.seed[chosen], params.sample_index[chosen], self._batch.num_tokens[chosen]
         )
-        index = torch.from_numpy(entries).to(device)
         drawn = kernels.sample(
-            logits if len(entries) == len(logits) else logits[index],
+            logits if len(entries) == len(logits) else logits[torch.from_numpy(entries).to(device)],
             kernels.DrawParams(
                 temperature=torch.from_numpy(params.temperature[chosen]).to(device),
                 top_k=torch.from_numpy(params.top_k[chosen]).to(device),
@@ -130,10 +117,10 @@ class Sampler:
                 uniforms=torch.from_numpy(uniforms).to(device),
             ),
         )
-        token_ids[index] = drawn
+        return drawn.cpu().numpy()
 
     def _logprobs(
-        self, logits: Tensor, rows: Int32Array, token_ids: Tensor, failed: tuple[int, ...]
+        self, logits: Tensor, rows: Int32Array, token_ids: Int64Array, failed: tuple[int, ...]
     ) -> dict[int, TokenLogprobs]:
         wanted = self._batch.sampling.num_logprobs
         entries = [
@@ -145,7 +132,8 @@ class Sampler:
             return {}
         counts = [wanted[int(rows[entry])] for entry in entries]
         index = torch.tensor(entries, device=logits.device)
-        found = token_logprobs(logits[index], token_ids[index], counts)
+        chosen = torch.from_numpy(token_ids[entries]).to(logits.device)
+        found = token_logprobs(logits[index], chosen, counts)
         return dict(zip(entries, found, strict=True))
 
 

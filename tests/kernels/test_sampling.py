@@ -186,9 +186,19 @@ def test_absurd_temperatures_stay_finite(temperature: float) -> None:
     assert weights[0, 3] == 0.0
 
 
-def test_greedy_takes_the_lowest_of_equals() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_takes_the_lowest_of_equals(dtype: torch.dtype) -> None:
     logits = torch.tensor([[1.0, 5.0, 5.0], [2.0, 2.0, 2.0], [0.0, float("-inf"), 3.0]])
-    assert sampling.greedy(logits).tolist() == [1, 0, 2]
+    best, finite = sampling.greedy(logits.to(dtype))
+    assert best.tolist() == [1, 0, 2]
+    assert finite.all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_tells_rows_that_cannot_be_used(dtype: torch.dtype) -> None:
+    logits = torch.zeros(4, 70)
+    logits[0, 66], logits[1, 3], logits[2] = float("nan"), float("inf"), float("-inf")
+    assert sampling.greedy(logits.to(dtype))[1].tolist() == [False, False, False, True]
 
 
 def test_penalties_follow_their_formulas() -> None:
