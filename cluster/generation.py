@@ -95,3 +95,30 @@ class OutputDelta:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     finish_reason: FinishReason | None = None
     usage: GenerationUsage | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """There is nothing in it that a client would notice."""
+        return not (self.token_ids or self.text or self.prompt_logprobs or self.finish_reason)
+
+
+def merge_deltas(deltas: Sequence[OutputDelta]) -> list[OutputDelta]:
+    """One delta per sample, in the order of their indices."""
+    merged: dict[int, OutputDelta] = {}
+    for delta in deltas:
+        before = merged.get(delta.index)
+        merged[delta.index] = delta if before is None else _join(before, delta)
+    return [merged[index] for index in sorted(merged)]
+
+
+def _join(first: OutputDelta, second: OutputDelta) -> OutputDelta:
+    return OutputDelta(
+        index=first.index,
+        token_ids=first.token_ids + second.token_ids,
+        text=first.text + second.text,
+        text_ends=first.text_ends + second.text_ends,
+        logprobs=first.logprobs + second.logprobs,
+        prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,
+        finish_reason=second.finish_reason,
+        usage=second.usage,
+    )

@@ -1,0 +1,84 @@
+"""How a gateway reaches the controller: the protocol, and the one over a Ray actor handle.
+
+Whatever becomes of the controller, callers see only the error tree: a controller that is dead or
+restarting is `Unavailable`, with a hint when to ask again.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+from collections.abc import Awaitable
+from typing import Protocol, TypeVar, cast
+
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayTaskError
+
+from ..protos.errors import InternalError, PagefleetError, Unavailable
+from ..protos.messages import ClusterState, Lease, ModelCard, Refused, ReserveRequest, Ticket
+
+_CONTROLLER_RESTART_S = 1.0
+
+T = TypeVar("T")
+
+
+class ControllerClient(Protocol):
+    """What a gateway needs of the controller."""
+
+    async def reserve(self, request: ReserveRequest) -> Lease | Ticket | Refused:
+        """Route and reserve; idempotent by (request_key, attempt)."""
+        ...
+
+    async def next_grants(self, gateway_id: str) -> tuple[Lease | Refused, ...]:
+        """What became of tickets; waits for it, at most 10 s."""
+        ...
+
+    async def release(self, request_key: str, attempt: int) -> None:
+        """The lease or ticket is no longer needed."""
+        ...
+
+    async def model_cards(self) -> tuple[ModelCard, ...]:
+        """The models that have a replica."""
+        ...
+
+    async def replica_failed(self, replica_id: str, incarnation: str) -> None:
+        """A hint: the stream to this replica broke, or it refused one."""
+        ...
+
+    async def cluster_state(self) -> ClusterState:
+        """Every replica and the queue."""
+        ...
+
+
+class RayControllerClient:
+    """A `ControllerClient` over the controller's actor handle."""
+
+    def __init__(self, controller: ActorHandle[object]) -> None:
+        self._controller = controller
+
+    async def reserve(self, request: ReserveRequest) -> Lease | Ticket | Refused:
+        return await self._call(self._controller.reserve.remote(request))
+
+    async def next_grants(self, gateway_id: str) -> tuple[Lease | Refused, ...]:
+        return await self._call(self._controller.next_grants.remote(gateway_id))
+
+    async def release(self, request_key: str, attempt: int) -> None:
+        await self._call(self._controller.release.remote(request_key, attempt))
+
+    async def model_cards(self) -> tuple[ModelCard, ...]:
+        return await self._call(self._controller.model_cards.remote())
+
+    async def replica_failed(self, replica_id: str, incarnation: str) -> None:
+        await self._call(self._controller.replica_failed.remote(replica_id, incarnation))
+
+    async def cluster_state(self) -> ClusterState:
+        return await self._call(self._controller.cluster_state.remote())
+
+    async def _call(self, reply: object) -> T:  # pyright: ignore[reportInvalidTypeVarUse]
+        try:
+            return await cast(Awaitable[T], reply)
+        except RayActorError as error:
+            problem = "the controller is restarting"
+            raise Unavailable(problem, retry_after_s=_CONTROLLER_RESTART_S) from error
+        except RayTaskError as error:
+            cause = cast(object, error.cause)
+            if isinstance(cause, PagefleetError):
+                raise cause from error
+            raise InternalError("the controller failed on this request") from error

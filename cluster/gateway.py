@@ -1,0 +1,265 @@
+"""The gateway: what both fronts, gRPC and HTTP, stand on.
+
+    front ─ GenerateCall ─► tokenize, check ─► GenerationRun ─► Generation ─ OutputDelta ─► front
+
+Knows models, limits and who may cancel what; nothing of protobuf or HTTP. Every call ends in one
+of three ways: all its samples ended, one error of the tree, or its client stopped listening.
+"""
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass, replace
+
+from ..protos.errors import DeadlineExceeded, InternalError, PagefleetError, RequestCancelled
+from ..protos.messages import ClusterState, SamplingParams
+from .controller_client import ControllerClient
+from .engine_client import ChannelFactory, EngineClient, insecure_channel
+from .generation import ChatPrompt, GenerateCall, OutputDelta, TextPrompt, TokenPrompt
+from .generation_run import Clock, GenerationRun, RetryPolicy
+from .model_catalog import LoadTokenizer, ModelCatalog, ServedModel
+from .reservations import Reservations
+from .tokenizer import Tokenizer
+from .validation import RequestLimits, check_call, check_for_model, check_token_ids
+
+logger = logging.getLogger(__name__)
+
+_PROMPT_FIELDS = {TextPrompt: "text", TokenPrompt: "token_ids", ChatPrompt: "chat.messages"}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedPrompt:
+    """A prompt as its model reads it."""
+
+    model: ServedModel
+    token_ids: Sequence[int]
+
+
+class Generation:
+    """A running request as its front sees it: batches of deltas, then the end or an error.
+
+    Iterate to the end, or `aclose()` it: then its blocks come back. Batches hold all that came
+    since the last one, so a slow reader gets fewer and larger ones.
+    """
+
+    def __init__(
+        self, request_id: str, model: ServedModel, prompt: Sequence[int], seed: int
+    ) -> None:
+        self.request_id = request_id
+        self.model = model
+        self.prompt_token_ids = prompt
+        self.seed = seed
+        self._deltas: list[OutputDelta] = []
+        self._error: PagefleetError | None = None
+        self._wakeup = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, run: Coroutine[object, object, None]) -> None:
+        """Begin; `run` puts the deltas."""
+        self._task = asyncio.create_task(run)
+        self._task.add_done_callback(lambda _: self._wakeup.set())
+
+    def put(self, deltas: list[OutputDelta]) -> None:
+        """Hand on what is new."""
+        self._deltas.extend(deltas)
+        self._wakeup.set()
+
+    def fail(self, error: PagefleetError) -> None:
+        """End with an error; what an expired request has and nobody read yet is dropped."""
+        if isinstance(error, DeadlineExceeded):
+            self._deltas.clear()
+        self._error = error
+
+    def cancel(self) -> None:
+        """End it as cancelled, from outside; nothing is handed on from here."""
+        if self._task is not None and not self._task.done():
+            self._deltas.clear()
+            self._task.cancel()
+
+    def __aiter__(self) -> AsyncIterator[list[OutputDelta]]:
+        return self
+
+    async def __anext__(self) -> list[OutputDelta]:
+        assert self._task is not None, "the generation was not started"
+        while not self._deltas:
+            if self._task.done():
+                if self._task.cancelled():
+                    raise RequestCancelled("the request was cancelled")
+                if self._error is not None:
+                    raise self._error
+                raise StopAsyncIteration
+            self._wakeup.clear()
+            await self._wakeup.wait()
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    async def aclose(self) -> None:
+        """Stop it if it still runs."""
+        self.cancel()
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+
+class Gateway:
+    """One gateway process. `start` it in the loop that its fronts run in."""
+
+    def __init__(
+        self,
+        gateway_id: str,
+        controller: ControllerClient,
+        *,
+        limits: RequestLimits | None = None,
+        retry: RetryPolicy | None = None,
+        load_tokenizer: LoadTokenizer = Tokenizer.load,
+        make_channel: ChannelFactory = insecure_channel,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.gateway_id = gateway_id
+        self._controller = controller
+        self._limits = limits or RequestLimits()
+        self._retry = retry or RetryPolicy()
+        self._clock = clock
+        self._models = ModelCatalog(controller, load_tokenizer, clock)
+        self._reservations = Reservations(controller, gateway_id, clock=clock)
+        self._engines = EngineClient(gateway_id, make_channel)
+        self._running: dict[tuple[str, str], set[Generation]] = {}
+        self._counter = itertools.count()
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
+
+    # -- lifecycle ---------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin to take grants and to follow the models."""
+        loops = (self._reservations.run(), self._models.run())
+        self._tasks = tuple(asyncio.create_task(loop) for loop in loops)
+
+    async def close(self) -> None:
+        """End what still runs, and every stream to a leader."""
+        for generation in self._generations():
+            await generation.aclose()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._reservations.drain()
+        await self._engines.close()
+
+    @property
+    def is_ready(self) -> bool:
+        """Some model has a replica."""
+        return bool(self._models.cards)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have not ended."""
+        return len(self._generations())
+
+    # -- calls -------------------------------------------------------------------------------
+
+    async def generate(self, call: GenerateCall) -> Generation:
+        """Check and begin; errors that need no replica are raised here."""
+        arrived = self._clock()
+        deadline = None if call.deadline_s is None else arrived + call.deadline_s
+        check_call(call, self._limits)
+        try:
+            async with asyncio.timeout(call.deadline_s):
+                prompt = await self.tokenize(call.model, call.prompt)
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed while the prompt was tokenized") from None
+        model, field = prompt.model, _PROMPT_FIELDS[type(call.prompt)]
+        check_for_model(call, prompt.token_ids, model.card, field)
+        sampling = call.sampling
+        if sampling.seed is None:
+            sampling = replace(sampling, seed=secrets.randbits(64))
+        assert sampling.seed is not None, "it was just drawn"
+        request_id = call.request_id or f"req-{secrets.token_hex(12)}"
+        generation = Generation(request_id, model, prompt.token_ids, sampling.seed)
+        run = self._make_run(call, sampling, generation, arrived, deadline)
+        generation.start(self._supervise(generation, call.tenant, run, deadline))
+        return generation
+
+    async def tokenize(
+        self, model_name: str, prompt: TextPrompt | TokenPrompt | ChatPrompt
+    ) -> TokenizedPrompt:
+        """A prompt's token ids; those of a `TokenPrompt` are not checked here."""
+        model = await self._models.resolve(model_name)
+        if isinstance(prompt, TokenPrompt):
+            return TokenizedPrompt(model, prompt.token_ids)
+        token_ids = await model.tokenizer.tokenize(prompt, model.card.max_context)
+        return TokenizedPrompt(model, token_ids)
+
+    async def detokenize(
+        self, model_name: str, token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> tuple[ServedModel, str]:
+        """The text of token ids."""
+        model = await self._models.resolve(model_name)
+        check_token_ids("token_ids", token_ids, model.card)
+        decode = model.tokenizer.decode
+        return model, decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    async def models(self) -> tuple[ServedModel, ...]:
+        """Every model that has a replica."""
+        return await self._models.all()
+
+    async def cluster_state(self) -> ClusterState:
+        """The controller's view."""
+        return await self._controller.cluster_state()
+
+    def cancel(self, tenant: str, request_id: str) -> int:
+        """End the tenant's requests of that id; how many there were."""
+        found = self._running.get((tenant, request_id), set())
+        for generation in found:
+            generation.cancel()
+        return len(found)
+
+    # -- one generation ----------------------------------------------------------------------
+
+    def _make_run(
+        self,
+        call: GenerateCall,
+        sampling: SamplingParams,
+        generation: Generation,
+        arrived: float,
+        deadline: float | None,
+    ) -> GenerationRun:
+        return GenerationRun(
+            call,
+            generation.model,
+            generation.prompt_token_ids,
+            sampling,
+            request_key=f"{self.gateway_id}-{next(self._counter)}",
+            gateway_id=self.gateway_id,
+            arrived=arrived,
+            deadline=deadline,
+            reservations=self._reservations,
+            engines=self._engines,
+            emit=generation.put,
+            clock=self._clock,
+            retry=self._retry,
+        )
+
+    async def _supervise(
+        self, generation: Generation, tenant: str, run: GenerationRun, deadline: float | None
+    ) -> None:
+        """Run it to its end and tell the generation how it went."""
+        key = (tenant, generation.request_id)
+        self._running.setdefault(key, set()).add(generation)
+        try:
+            async with asyncio.timeout(None if deadline is None else deadline - self._clock()):
+                await run.run()
+        except TimeoutError:
+            generation.fail(DeadlineExceeded("the deadline passed"))
+        except PagefleetError as error:
+            generation.fail(error)
+        except Exception:  # the edge of a request: its client must hear of it
+            logger.exception("request %s failed", generation.request_id)
+            generation.fail(InternalError(f"request {generation.request_id} failed"))
+        finally:
+            self._running[key].discard(generation)
+            if not self._running[key]:
+                del self._running[key]
+
+    def _generations(self) -> list[Generation]:
+        return [generation for group in self._running.values() for generation in group]

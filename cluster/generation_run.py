@@ -1,0 +1,334 @@
+"""One request's life in the gateway: a lease, an engine, its deltas, and again after a failure.
+
+    reserve ─► submit ─► deltas ─► … ─► every sample has ended
+       ▲                    │
+       └── replica lost ────┘   prompt and output apart, same seed, without what failed
+
+Each token is handed on once and in order. Knows neither who the client is nor how it listens.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..protos.errors import Overloaded, PagefleetError, Unavailable, error_named
+from ..protos.messages import (
+    EngineRequest,
+    FinishReason,
+    Lease,
+    ReserveRequest,
+    SampleStart,
+    SamplingParams,
+    SequenceDelta,
+    Usage,
+)
+from ..scheduler.block_hash import root_hash, route_hashes
+from .engine_client import EngineClient, EngineStream, ReplicaLost
+from .generation import GenerateCall, GenerationUsage, OutputDelta
+from .model_catalog import ServedModel
+from .reservations import Reservations
+from .sample_stream import SampleStream, TokensMissing
+
+logger = logging.getLogger(__name__)
+
+Emit = Callable[[list[OutputDelta]], None]
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How hard a request is carried over failures.
+
+    max_attempts: leases in all. patience_s: from a failure on, without any new token for so long,
+    it gives up. pause_s: before asking again when no other replica can take it.
+    """
+
+    max_attempts: int = 32
+    patience_s: float = 8.0
+    pause_s: float = 0.25
+
+
+class LeaseRejected(Exception):
+    """The leader does not honour the lease: its blocks went to others. Nothing was computed."""
+
+
+class GenerationRun:
+    """Runs one request to its end and emits what it gets.
+
+    Args:
+        request_key: unique in the cluster, internal.
+        deadline: on the clock.
+    """
+
+    def __init__(
+        self,
+        call: GenerateCall,
+        model: ServedModel,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_key: str,
+        gateway_id: str,
+        arrived: float,
+        deadline: float | None,
+        reservations: Reservations,
+        engines: EngineClient,
+        emit: Emit,
+        clock: Clock,
+        retry: RetryPolicy,
+    ) -> None:
+        self._call = call
+        self._model = model
+        self._prompt = tuple(prompt)
+        self._sampling = sampling
+        self._request_key = request_key
+        self._gateway_id = gateway_id
+        self._arrived = arrived
+        self._deadline = deadline
+        self._reservations = reservations
+        self._engines = engines
+        self._emit = emit
+        self._clock = clock
+        self._retry = retry
+        self._attempt = 0
+        self._excluded: tuple[str, ...] = ()
+        self._admitted_at: float | None = None
+        self._failing_since: float | None = None
+        self._resumes = 0
+        self._wants_prompt_logprobs = sampling.prompt_logprobs is not None
+        self._samples = [self._make_sample(index) for index in range(sampling.n)]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self._prompt)
+
+    async def run(self) -> None:
+        """Until every sample has ended. Raises from the error tree; may be cancelled anywhere."""
+        self._samples[0].resume(self._call.resume_token_ids)
+        self._end_complete_samples(replica_id="")
+        while self._unfinished():
+            lease = await self._reserve()
+            try:
+                await self._run_attempt(lease)
+            except (ReplicaLost, TokensMissing) as error:
+                self._note_lost(lease, str(error))
+            except LeaseRejected as error:
+                await self._note_rejected(str(error))
+
+    # -- leases ------------------------------------------------------------------------------
+
+    async def _reserve(self) -> Lease:
+        """A lease on a replica that has not just failed, or on any if there is no other."""
+        while True:
+            self._attempt += 1
+            try:
+                lease = await self._reservations.acquire(self._reserve_request(), self._deadline)
+            except Unavailable:
+                if not self._excluded or self._is_out_of_patience():
+                    raise
+                self._excluded = ()  # it may be back by now, as a new incarnation
+                await asyncio.sleep(self._retry.pause_s)
+                continue
+            if self._admitted_at is None:
+                self._admitted_at = self._clock()
+            return lease
+
+    def _reserve_request(self) -> ReserveRequest:
+        unfinished = self._unfinished()
+        num_outputs = [len(sample.token_ids) for sample in unfinished]
+        known = self._prompt
+        if len(unfinished) == 1:
+            known += tuple(unfinished[0].token_ids)
+        identity = replace(self._model.card.identity, salt=self._call.cache_salt)
+        max_tokens = self._sampling.max_tokens
+        return ReserveRequest(
+            request_key=self._request_key,
+            attempt=self._attempt,
+            gateway_id=self._gateway_id,
+            model=self._model.card.model,
+            route_hashes=route_hashes(
+                root_hash(identity), np.array(known, dtype=np.int32), identity.block_size
+            ),
+            num_tokens=len(self._prompt) + sum(num_outputs),
+            num_samples=len(unfinished),
+            max_tokens=None if max_tokens is None else max_tokens - min(num_outputs),
+            admission_class=self._call.admission_class,
+            priority=self._call.priority,
+            tenant=self._call.tenant,
+            retry_token=self._call.retry_token,
+            excluded=self._excluded,
+        )
+
+    def _engine_request(self, lease: Lease) -> EngineRequest:
+        sampling = self._sampling
+        if not self._wants_prompt_logprobs:
+            sampling = replace(sampling, prompt_logprobs=None)
+        left = None if self._deadline is None else max(self._deadline - self._clock(), 0.0)
+        return EngineRequest(
+            request_key=f"{self._request_key}.{self._attempt}",
+            prompt_token_ids=self._prompt,
+            sampling=sampling,
+            samples=tuple(
+                SampleStart(sample.index, tuple(sample.token_ids)) for sample in self._unfinished()
+            ),
+            lease_id=lease.lease_id,
+            lease_blocks=lease.num_blocks,
+            admission_class=self._call.admission_class,
+            priority=self._call.priority,
+            deadline_s=left,
+            cache_salt=self._call.cache_salt,
+        )
+
+    # -- one attempt -------------------------------------------------------------------------
+
+    async def _run_attempt(self, lease: Lease) -> None:
+        stream = self._engines.submit(lease, self._engine_request(lease))
+        try:
+            while self._unfinished():
+                self._accept_all(stream, lease, await stream.next_deltas())
+        finally:
+            is_over = not self._unfinished()
+            stream.close(cancel=not is_over)
+            if not is_over:
+                self._reservations.release(lease.request_key, lease.attempt)
+
+    def _accept_all(self, stream: EngineStream, lease: Lease, deltas: list[SequenceDelta]) -> None:
+        """Emit what the deltas bring, also what came before one that tells of a failure."""
+        outputs: list[OutputDelta] = []
+        try:
+            for delta in deltas:
+                _raise_failure(delta)
+                outputs.append(self._accept(stream, lease, delta))
+        finally:
+            self._emit([output for output in outputs if not output.is_empty])
+
+    def _accept(self, stream: EngineStream, lease: Lease, delta: SequenceDelta) -> OutputDelta:
+        sample = self._samples[delta.index]
+        had_finished = sample.finish_reason is not None
+        accepted = sample.accept(delta)
+        if accepted.token_ids:
+            self._failing_since = None
+            if sample.first_token_at is None:
+                sample.first_token_at = self._clock()
+        ends_now = delta.finish_reason is not None
+        if sample.stopped_by_text and not had_finished and not ends_now:
+            stream.finish(sample.index, len(sample.token_ids))
+        if delta.prompt_logprobs:
+            self._wants_prompt_logprobs = False
+        sample.has_ended |= ends_now
+        return OutputDelta(
+            index=sample.index,
+            token_ids=accepted.token_ids,
+            text=accepted.text,
+            text_ends=accepted.text_ends,
+            logprobs=accepted.logprobs,
+            prompt_logprobs=delta.prompt_logprobs,
+            finish_reason=sample.finish_reason if ends_now else None,
+            usage=self._usage(sample, lease.replica_id) if ends_now else None,
+        )
+
+    # -- failures ----------------------------------------------------------------------------
+
+    def _note_lost(self, lease: Lease, reason: str) -> None:
+        """Go on elsewhere, if there is patience left."""
+        logger.warning("request %s lost its replica: %s", self._request_key, reason)
+        self._reservations.note_failure(lease.replica_id, lease.incarnation)
+        self._end_complete_samples(lease.replica_id)
+        if not self._unfinished():
+            return
+        self._resumes += 1
+        self._excluded = (*self._excluded, lease.replica_id)
+        if self._is_out_of_patience():
+            problem = "the stream was lost and could not be resumed on another replica"
+            raise Unavailable(problem, retry_after_s=1.0)
+
+    async def _note_rejected(self, reason: str) -> None:
+        """The controller's view was old; it will know better in a moment."""
+        logger.info("request %s was refused by its leader: %s", self._request_key, reason)
+        if self._is_out_of_patience():
+            raise Overloaded("no replica had blocks left for the request", retry_after_s=1.0)
+        await asyncio.sleep(min(self._retry.pause_s, 0.01 * 2**self._attempt))
+
+    def _is_out_of_patience(self) -> bool:
+        now = self._clock()
+        if self._failing_since is None:
+            self._failing_since = now
+        waited = now - self._failing_since
+        return self._attempt >= self._retry.max_attempts or waited > self._retry.patience_s
+
+    def _end_complete_samples(self, replica_id: str) -> None:
+        """Samples whose last token had come, and only the word that it was the last had not."""
+        ended: list[OutputDelta] = []
+        for sample in self._unfinished():
+            text = sample.end_without_engine()
+            if sample.finish_reason is not None:
+                sample.has_ended = True
+                usage = self._usage(sample, replica_id)
+                ended.append(
+                    OutputDelta(
+                        sample.index, text=text, finish_reason=sample.finish_reason, usage=usage
+                    )
+                )
+        if ended:
+            self._emit(ended)
+
+    # -- samples -----------------------------------------------------------------------------
+
+    def _make_sample(self, index: int) -> SampleStream:
+        room = self._model.card.max_context - len(self._prompt)
+        max_tokens = self._sampling.max_tokens
+        return SampleStream(
+            index,
+            self._model.tokenizer.pieces,
+            self._sampling,
+            self._model.card.eos_token_ids,
+            room if max_tokens is None else min(room, max_tokens),
+        )
+
+    def _unfinished(self) -> list[SampleStream]:
+        return [sample for sample in self._samples if not sample.has_ended]
+
+    def _usage(self, sample: SampleStream, replica_id: str) -> GenerationUsage:
+        now, first = self._clock(), sample.first_token_at
+        counted = sample.usage or Usage(self.num_prompt_tokens, 0, 0)
+        admitted = now if self._admitted_at is None else self._admitted_at
+        return GenerationUsage(
+            prompt_tokens=self.num_prompt_tokens,
+            # of a resumed sample the engine counts its output as prompt
+            cached_tokens=min(counted.cached_tokens, self.num_prompt_tokens),
+            completion_tokens=len(sample.token_ids),
+            preemptions=counted.preemptions,
+            replica=replica_id,
+            resumes=self._resumes,
+            admission_s=admitted - self._arrived,
+            queued_s=counted.queued_s,
+            prefill_s=counted.prefill_s,
+            decode_s=counted.decode_s,
+            first_token_s=None if first is None else first - self._arrived,
+            total_s=now - self._arrived,
+        )
+
+
+def _raise_failure(delta: SequenceDelta) -> None:
+    """An end that is no answer: what it means for the request."""
+    match delta.finish_reason:
+        case FinishReason.ABORT:
+            raise ReplicaLost(delta.error or "the leader gave the request up")
+        case FinishReason.DEADLINE:
+            raise error_named("DeadlineExceeded", "the deadline passed while it was running")
+        case FinishReason.ERROR:
+            raise _error_of(delta)
+        case _:
+            return
+
+
+def _error_of(delta: SequenceDelta) -> PagefleetError | ReplicaLost | LeaseRejected:
+    if delta.error_class == Overloaded.__name__:
+        return LeaseRejected(delta.error)
+    if delta.error_class == Unavailable.__name__:
+        return ReplicaLost(delta.error)
+    return error_named(delta.error_class, delta.error)

@@ -1,0 +1,233 @@
+"""`pagefleet.v1.Inference` over grpc.aio: the gateway for gRPC clients.
+
+Turns messages into calls of the gateway and errors into statuses; adds the standard health
+service and reflection. Deadlines and cancellation are gRPC's own. Decides nothing.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from ..protos import inference_pb2 as pb
+from ..protos.deserializer import Malformed, make_deserializer
+from ..protos.errors import InternalError, InvalidArgument, PagefleetError
+from . import proto_conversion as convert
+from .gateway import Gateway, Generation
+from .generation import OutputDelta, merge_deltas
+from .grpc_errors import status_of
+
+logger = logging.getLogger(__name__)
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+TENANT_METADATA = "pagefleet-tenant"
+RETRY_TOKEN_METADATA = "retry-token"
+
+_MAX_REQUEST_BYTES = 16 * 2**20
+# gRPC refuses above this itself, and knows no field to blame.
+_HARD_LIMIT_BYTES = 64 * 2**20
+
+RequestT = TypeVar("RequestT", bound=Message)
+ResponseT = TypeVar("ResponseT", bound=Message)
+Context = grpc.aio.ServicerContext[Message, Message]
+_Unary = Callable[[RequestT, Context], Awaitable[ResponseT]]
+_Stream = Callable[[RequestT, Context], Awaitable[None]]
+
+
+class InferenceServicer:
+    """The RPCs, one method each. They raise from the error tree; `GrpcServer` makes statuses."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+        """All deltas in one message."""
+        generation = await self._start(request, context)
+        deltas: list[OutputDelta] = []
+        try:
+            async for batch in generation:
+                deltas.extend(batch)
+        finally:
+            await generation.aclose()
+        return convert.response_to_proto(generation, merge_deltas(deltas), is_first=True)
+
+    async def generate_stream(self, request: pb.GenerateRequest, context: Context) -> None:
+        """A message per batch of deltas.
+
+        Written, not yielded: a call that is cancelled while gRPC sends must still end here.
+        """
+        generation = await self._start(request, context)
+        is_first = True
+        try:
+            async for batch in generation:
+                deltas = merge_deltas(batch)
+                response = convert.response_to_proto(generation, deltas, is_first=is_first)
+                await context.write(response)
+                is_first = False
+        finally:
+            await generation.aclose()
+
+    async def tokenize(self, request: pb.TokenizeRequest, _: Context) -> pb.TokenizeResponse:
+        """The ids a prompt becomes."""
+        prompt = convert.tokenize_prompt_from_proto(request)
+        tokenized = await self._gateway.tokenize(request.model, prompt)
+        card = tokenized.model.card
+        return pb.TokenizeResponse(
+            model=card.model, token_ids=tokenized.token_ids, max_context=card.max_context
+        )
+
+    async def detokenize(self, request: pb.DetokenizeRequest, _: Context) -> pb.DetokenizeResponse:
+        """The text of ids."""
+        has_choice = request.HasField("skip_special_tokens")
+        model, text = await self._gateway.detokenize(
+            request.model,
+            list(request.token_ids),
+            skip_special_tokens=request.skip_special_tokens if has_choice else True,
+        )
+        return pb.DetokenizeResponse(model=model.card.model, text=text)
+
+    async def list_models(self, _: pb.ListModelsRequest, __: Context) -> pb.ListModelsResponse:
+        """The models that have a replica."""
+        models = await self._gateway.models()
+        return pb.ListModelsResponse(models=[convert.model_to_proto(model) for model in models])
+
+    async def get_cluster_state(
+        self, _: pb.GetClusterStateRequest, __: Context
+    ) -> pb.GetClusterStateResponse:
+        """Replicas and their blocks."""
+        return convert.cluster_state_to_proto(await self._gateway.cluster_state())
+
+    async def cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
+        """End one's own requests of an id."""
+        if not request.request_id:
+            raise InvalidArgument("request_id", "is empty")
+        num_cancelled = self._gateway.cancel(
+            _metadata(context, TENANT_METADATA), request.request_id
+        )
+        return pb.CancelResponse(num_cancelled=num_cancelled)
+
+    async def _start(self, request: pb.GenerateRequest, context: Context) -> Generation:
+        call = convert.call_from_proto(
+            request,
+            tenant=_metadata(context, TENANT_METADATA),
+            deadline_s=context.time_remaining(),
+            retry_token=_metadata(context, RETRY_TOKEN_METADATA),
+        )
+        return await self._gateway.generate(call)
+
+
+class GrpcServer:
+    """The server: services, health, reflection, and a graceful end."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", _HARD_LIMIT_BYTES),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.so_reuseport", 0),
+            ]
+        )
+        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._server.add_generic_rpc_handlers((_handlers(InferenceServicer(gateway)),))
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; the port is chosen where it is 0. NOT_SERVING until `set_serving`."""
+        bound = self._server.add_insecure_port(f"{host}:{port}")
+        await self.set_serving(False)
+        await self._server.start()
+        return bound
+
+    async def set_serving(self, is_serving: bool) -> None:
+        """What the health service answers, for the service and for the server as a whole."""
+        kinds = health_pb2.HealthCheckResponse
+        status = kinds.SERVING if is_serving else kinds.NOT_SERVING
+        for service in ("", SERVICE):
+            await self._health.set(service, status)
+
+    async def stop(self, grace_s: float) -> None:
+        """NOT_SERVING at once, no new calls; running ones have `grace_s` to end."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+
+def _handlers(servicer: InferenceServicer) -> grpc.GenericRpcHandler:
+    """The method table, with our own deserializers."""
+    return grpc.method_handlers_generic_handler(
+        SERVICE,
+        {
+            "Generate": _unary(servicer.generate, pb.GenerateRequest),
+            "GenerateStream": _streaming(servicer.generate_stream, pb.GenerateRequest),
+            "Tokenize": _unary(servicer.tokenize, pb.TokenizeRequest),
+            "Detokenize": _unary(servicer.detokenize, pb.DetokenizeRequest),
+            "ListModels": _unary(servicer.list_models, pb.ListModelsRequest),
+            "GetClusterState": _unary(servicer.get_cluster_state, pb.GetClusterStateRequest),
+            "Cancel": _unary(servicer.cancel, pb.CancelRequest),
+        },
+    )
+
+
+def _unary(
+    method: _Unary[RequestT, ResponseT], request_type: type[RequestT]
+) -> grpc.RpcMethodHandler[RequestT | Malformed, ResponseT]:
+    async def answer(request: RequestT | Malformed, context: Context) -> ResponseT | None:
+        try:
+            return await method(_well_formed(request), context)
+        except Exception as error:  # the edge of the process: a status is due
+            await _abort(context, error)
+
+    return grpc.unary_unary_rpc_method_handler(
+        answer,
+        request_deserializer=make_deserializer(request_type, _MAX_REQUEST_BYTES),
+        response_serializer=_serialize,
+    )
+
+
+def _streaming(
+    method: _Stream[RequestT], request_type: type[RequestT]
+) -> grpc.RpcMethodHandler[RequestT | Malformed, Message]:
+    async def answer(request: RequestT | Malformed, context: Context) -> None:
+        try:
+            await method(_well_formed(request), context)
+        except Exception as error:  # the edge of the process: a status is due
+            await _abort(context, error)
+
+    return grpc.unary_stream_rpc_method_handler(
+        answer,
+        request_deserializer=make_deserializer(request_type, _MAX_REQUEST_BYTES),
+        response_serializer=_serialize,
+    )
+
+
+def _serialize(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+def _well_formed(request: RequestT | Malformed) -> RequestT:
+    if isinstance(request, Malformed):
+        raise request.error
+    return request
+
+
+async def _abort(context: Context, error: Exception) -> None:
+    if not isinstance(error, PagefleetError):
+        logger.exception("an RPC failed", exc_info=error)
+        error = InternalError("a fault in the server; its log says more")
+    code, details, trailers = status_of(error)
+    await context.abort(code, details, trailers)
+
+
+def _metadata(context: Context, key: str) -> str:
+    for name, value in context.invocation_metadata() or ():
+        if name == key and isinstance(value, str):
+            return value
+    return ""

@@ -1,0 +1,242 @@
+"""Between the public protobuf messages and the gateway's values. Knows both shapes, nothing else.
+
+Unset `optional` fields become the neutral defaults of `SamplingParams`; nothing is checked here.
+"""
+
+from collections.abc import Sequence
+
+from ..protos import inference_pb2 as pb
+from ..protos.errors import InvalidArgument
+from ..protos.messages import (
+    AdmissionClass,
+    BlockCounts,
+    ClusterState,
+    ReplicaStatus,
+    SamplingParams,
+    TokenLogprobs,
+)
+from .gateway import Generation
+from .generation import (
+    ChatMessage,
+    ChatPrompt,
+    GenerateCall,
+    GenerationUsage,
+    OutputDelta,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+)
+from .model_catalog import ServedModel
+
+
+def call_from_proto(
+    request: pb.GenerateRequest, *, tenant: str, deadline_s: float | None, retry_token: str
+) -> GenerateCall:
+    """A client's request; the rest comes from the call's metadata."""
+    return GenerateCall(
+        prompt=_prompt_from_proto(request),
+        model=request.model,
+        sampling=sampling_from_proto(request.sampling),
+        cache_salt=request.cache_salt,
+        admission_class=_admission_class(request.admission_class),
+        priority=request.priority,
+        tenant=tenant,
+        request_id=request.request_id,
+        resume_token_ids=tuple(request.resume_token_ids),
+        deadline_s=deadline_s,
+        retry_token=retry_token,
+    )
+
+
+def sampling_from_proto(message: pb.Sampling) -> SamplingParams:
+    """Sampling with defaults for what is unset."""
+    default = SamplingParams()
+    has = message.HasField
+    return SamplingParams(
+        max_tokens=message.max_tokens if has("max_tokens") else None,
+        min_tokens=message.min_tokens,
+        temperature=message.temperature if has("temperature") else default.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p if has("top_p") else default.top_p,
+        min_p=message.min_p,
+        seed=message.seed if has("seed") else None,
+        n=message.n if has("n") else default.n,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        repetition_penalty=(
+            message.repetition_penalty if has("repetition_penalty") else default.repetition_penalty
+        ),
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        logprobs=message.logprobs if has("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if has("prompt_logprobs") else None,
+        skip_special_tokens=message.skip_special_tokens if has("skip_special_tokens") else True,
+    )
+
+
+def tokenize_prompt_from_proto(request: pb.TokenizeRequest) -> TextPrompt | ChatPrompt:
+    """What is to be tokenized."""
+    match request.WhichOneof("prompt"):
+        case "text":
+            return _text_prompt(request)
+        case "chat":
+            return ChatPrompt(_chat_messages(request.chat))
+        case _:
+            raise InvalidArgument("prompt", "one of text and chat must be set")
+
+
+def _prompt_from_proto(request: pb.GenerateRequest) -> Prompt:
+    match request.WhichOneof("prompt"):
+        case "text":
+            return _text_prompt(request)
+        case "token_ids":
+            return TokenPrompt(list(request.token_ids.ids))
+        case "chat":
+            return ChatPrompt(_chat_messages(request.chat))
+        case _:
+            raise InvalidArgument("prompt", "one of text, token_ids and chat must be set")
+
+
+def _text_prompt(request: pb.GenerateRequest | pb.TokenizeRequest) -> TextPrompt:
+    unset = not request.HasField("add_special_tokens")
+    return TextPrompt(request.text, unset or request.add_special_tokens)
+
+
+def _chat_messages(chat: pb.Chat) -> list[ChatMessage]:
+    return [{"role": message.role, "content": message.content} for message in chat.messages]
+
+
+def _admission_class(name: str) -> AdmissionClass:
+    try:
+        return AdmissionClass(name) if name else AdmissionClass.STANDARD
+    except ValueError:
+        known = ", ".join(AdmissionClass)
+        raise InvalidArgument("admission_class", f"{name!r} is none of {known}") from None
+
+
+def response_to_proto(
+    generation: Generation, deltas: Sequence[OutputDelta], *, is_first: bool
+) -> pb.GenerateResponse:
+    """One message; the seed goes with the first."""
+    response = pb.GenerateResponse(
+        request_id=generation.request_id,
+        model=generation.model.card.model,
+        outputs=[_output_to_proto(delta) for delta in deltas],
+        seed=generation.seed if is_first else None,
+    )
+    for delta in deltas:
+        for position, entry in enumerate(delta.prompt_logprobs):
+            token_id = generation.prompt_token_ids[position]
+            response.prompt_logprobs.append(
+                pb.TokenLogprobs(token_id=token_id) if entry is None else _logprobs_to_proto(entry)
+            )
+    return response
+
+
+def _output_to_proto(delta: OutputDelta) -> pb.Output:
+    return pb.Output(
+        index=delta.index,
+        token_ids=delta.token_ids,
+        text=delta.text,
+        logprobs=[_logprobs_to_proto(entry) for entry in delta.logprobs],
+        finish_reason=delta.finish_reason.value if delta.finish_reason is not None else "",
+        usage=_usage_to_proto(delta.usage) if delta.usage is not None else None,
+    )
+
+
+def _logprobs_to_proto(entry: TokenLogprobs) -> pb.TokenLogprobs:
+    """The engine sends the token first, then the best ones without it; clients get a plain top."""
+    pairs = list(zip(entry.token_ids, entry.logprobs, strict=True))
+    return pb.TokenLogprobs(
+        token_id=pairs[0][0],
+        logprob=pairs[0][1],
+        rank=entry.rank,
+        top=[pb.TopLogprob(token_id=t, logprob=p) for t, p in ranked(entry)],
+    )
+
+
+def ranked(entry: TokenLogprobs) -> list[tuple[int, float]]:
+    """The best tokens of a position, best first; the chosen one among them if it is one."""
+    chosen, *best = zip(entry.token_ids, entry.logprobs, strict=True)
+    if best and entry.rank <= len(best) + 1:
+        best.insert(entry.rank - 1, chosen)
+    return best
+
+
+def _usage_to_proto(usage: GenerationUsage) -> pb.Usage:
+    return pb.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        completion_tokens=usage.completion_tokens,
+        preemptions=usage.preemptions,
+        replica=usage.replica,
+        resumes=usage.resumes,
+        timings=pb.Timings(
+            admission_s=usage.admission_s,
+            queued_s=usage.queued_s,
+            prefill_s=usage.prefill_s,
+            decode_s=usage.decode_s,
+            first_token_s=usage.first_token_s,
+            total_s=usage.total_s,
+        ),
+    )
+
+
+def model_to_proto(model: ServedModel) -> pb.Model:
+    """What ListModels says of one."""
+    card = model.card
+    return pb.Model(
+        id=card.model,
+        aliases=card.aliases,
+        max_context=card.max_context,
+        vocab_size=card.vocab_size,
+        block_size=card.identity.block_size,
+        eos_token_ids=card.eos_token_ids,
+        bos_token_id=card.bos_token_id,
+        has_chat_template=model.tokenizer.chat_template is not None,
+    )
+
+
+def cluster_state_to_proto(state: ClusterState) -> pb.GetClusterStateResponse:
+    """Addresses stay inside the cluster."""
+    return pb.GetClusterStateResponse(
+        replicas=[_replica_to_proto(replica) for replica in state.replicas],
+        queued_requests=state.queued_requests,
+        queued_tokens=state.queued_tokens,
+        granted=state.granted,
+        refused=state.refused,
+        expired=state.expired,
+        policy=state.policy,
+        uptime_s=state.uptime_s,
+    )
+
+
+def _replica_to_proto(replica: ReplicaStatus) -> pb.ReplicaState:
+    return pb.ReplicaState(
+        replica_id=replica.replica_id,
+        incarnation=replica.incarnation,
+        model=replica.model,
+        state=replica.state.value,
+        device=_tier_to_proto(replica.device),
+        host=_tier_to_proto(replica.host),
+        num_running=replica.num_running,
+        num_waiting=replica.num_waiting,
+        leased_blocks=replica.leased_blocks,
+        available_blocks=replica.available_blocks,
+        query_tokens=replica.query_tokens,
+        hit_tokens=replica.hit_tokens,
+        preemptions=replica.preemptions,
+        report_age_s=replica.report_age_s,
+    )
+
+
+def _tier_to_proto(counts: BlockCounts) -> pb.TierState:
+    return pb.TierState(
+        clean=counts.clean,
+        cached_idle=counts.cached_idle,
+        referenced=counts.referenced,
+        fenced=counts.fenced,
+        total=counts.total,
+    )

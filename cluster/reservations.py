@@ -1,0 +1,177 @@
+"""A gateway's dealings with the controller's admission: ask, wait for a grant, give back.
+
+A request that has to wait holds a ticket; one `next_grants` call serves all of a gateway's
+tickets. Nothing relies on a grant to arrive: who waits long asks again, which is idempotent, so
+lost grants and a restarted controller cost time and nothing else.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+
+from ..protos.errors import DeadlineExceeded, PagefleetError, Unavailable, error_named
+from ..protos.messages import Lease, Refused, ReserveRequest, Ticket
+from .controller_client import ControllerClient
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_S = 0.2  # between tries to reach a controller that is away
+
+
+class _Waiter:
+    """One request that asked and has no lease yet."""
+
+    def __init__(self) -> None:
+        self.answer: Lease | Refused | None = None
+        self.wakeup = asyncio.Event()
+
+
+class Reservations:
+    """Leases for one gateway. `run` must be running for tickets to be served at once.
+
+    Args:
+        recheck_s: who has waited so long for a grant asks again.
+        patience_s: how long a controller may be away before requests are refused.
+    """
+
+    def __init__(
+        self,
+        controller: ControllerClient,
+        gateway_id: str,
+        *,
+        recheck_s: float = 10.0,
+        patience_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._controller = controller
+        self._gateway_id = gateway_id
+        self._recheck_s = recheck_s
+        self._patience_s = patience_s
+        self._clock = clock
+        self._waiters: dict[tuple[str, int], _Waiter] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without an answer."""
+        return len(self._waiters)
+
+    async def run(self) -> None:
+        """Take grants for ever. After an outage every waiter asks again."""
+        while True:
+            try:
+                grants = await self._controller.next_grants(self._gateway_id)
+            except PagefleetError as error:
+                logger.warning("waiting for grants: %s", error)
+                await asyncio.sleep(_PAUSE_S)
+                for waiter in self._waiters.values():
+                    waiter.wakeup.set()
+                continue
+            for grant in grants:
+                self._deliver(grant)
+
+    async def acquire(self, request: ReserveRequest, deadline: float | None) -> Lease:
+        """A lease for the request, after as long a wait as it takes.
+
+        deadline: on the clock. Raises what the controller's refusal names. If cancelled, the
+        ticket or lease is given back.
+        """
+        key = (request.request_key, request.attempt)
+        waiter = self._waiters[key] = _Waiter()
+        try:
+            while True:
+                answer = await self._reserve(request, deadline)
+                if isinstance(answer, Ticket):
+                    answer = await self._wait(waiter)
+                if isinstance(answer, Lease):
+                    return answer
+                if answer is not None:
+                    raise _error_of(answer)
+        except asyncio.CancelledError:
+            self.release(*key)
+            raise
+        finally:
+            del self._waiters[key]
+
+    def release(self, request_key: str, attempt: int) -> None:
+        """Give a ticket or lease back, in the background."""
+        self._spawn(self._controller.release(request_key, attempt))
+
+    def note_failure(self, replica_id: str, incarnation: str) -> None:
+        """Tell the controller that a replica's stream broke, in the background."""
+        self._spawn(self._controller.replica_failed(replica_id, incarnation))
+
+    async def drain(self) -> None:
+        """Wait for the calls in the background."""
+        await asyncio.gather(*self._tasks)
+
+    def _spawn(self, call: Coroutine[object, object, None]) -> None:
+        """Run a call whose outcome no request depends on; the controller may be away."""
+        task = asyncio.create_task(_forgive(call))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _reserve(
+        self, request: ReserveRequest, deadline: float | None
+    ) -> Lease | Ticket | Refused:
+        gives_up = self._clock() + self._patience_s
+        while True:
+            left = None if deadline is None else deadline - self._clock()
+            if left is not None and left <= 0:
+                raise DeadlineExceeded("the deadline passed before a replica was found")
+            try:
+                return await self._reserve_once(replace(request, deadline_s=left))
+            except Unavailable:
+                if self._clock() >= gives_up:
+                    raise
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _reserve_once(self, request: ReserveRequest) -> Lease | Ticket | Refused:
+        """Not interrupted by cancellation: a release sent meanwhile might overtake it."""
+        call = asyncio.ensure_future(self._controller.reserve(request))
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            self._spawn(self._release_after(call, request))
+            raise
+
+    async def _release_after(
+        self, call: "asyncio.Future[Lease | Ticket | Refused]", request: ReserveRequest
+    ) -> None:
+        await call
+        await self._controller.release(request.request_key, request.attempt)
+
+    async def _wait(self, waiter: _Waiter) -> Lease | Refused | None:
+        """The grant; None = ask again."""
+        try:
+            async with asyncio.timeout(self._recheck_s):
+                await waiter.wakeup.wait()
+        except TimeoutError:
+            pass
+        waiter.wakeup.clear()
+        return waiter.answer
+
+    def _deliver(self, grant: Lease | Refused) -> None:
+        # One that nobody waits for was given back when its request was cancelled.
+        waiter = self._waiters.get((grant.request_key, grant.attempt))
+        if waiter is not None:
+            waiter.answer = grant
+            waiter.wakeup.set()
+
+
+async def _forgive(call: Coroutine[object, object, None]) -> None:
+    try:
+        await call
+    except PagefleetError as error:
+        logger.warning("the controller did not take a notice: %s", error)
+
+
+def _error_of(refused: Refused) -> PagefleetError:
+    return error_named(
+        refused.error,
+        refused.reason,
+        retry_after_s=refused.retry_after_s,
+        retry_token=refused.retry_token,
+    )
