@@ -26,11 +26,12 @@ def select_backend(
     wanted = os.environ.get(ENVIRONMENT_VARIABLE, "")
     if wanted not in ("", "reference", "cpu"):
         raise BackendUnavailable(f"{ENVIRONMENT_VARIABLE}={wanted!r}: use reference or cpu")
-    can_compiled = device.type == "cpu" and cpu.is_available()
-    if wanted == "cpu" and not can_compiled:
+    if wanted == "reference":
+        return ReferenceBackend(deterministic)
+    if device.type == "cpu" and cpu.is_available():
+        return cpu.CpuBackend(deterministic)
+    if wanted == "cpu":
         raise BackendUnavailable(
             f"{ENVIRONMENT_VARIABLE}=cpu: the compiled library is not built, or not for {device}"
         )
-    if wanted == "reference" or not can_compiled:
-        return ReferenceBackend(deterministic)
-    return cpu.CpuBackend(deterministic)
+    return ReferenceBackend(deterministic)
