@@ -32,7 +32,7 @@ class BuildKernels(build_ext):
         # A plain library that ctypes loads: no Python ABI in its name.
         return os.path.join(*fullname.split(".")) + ".so"
 
-    def get_export_symbols(self, ext: Extension) -> list[str]:
+    def get_export_symbols(self, ext: object) -> list[str]:
         return []
 
     def build_extension(self, ext: Extension) -> None:

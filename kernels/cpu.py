@@ -11,7 +11,7 @@ reused, which makes a call cheap enough for small models.
 # pyright: reportUnknownArgumentType=false
 
 import ctypes
-from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -100,6 +100,7 @@ def _load_library() -> ctypes.CDLL | None:
     library.pf_select.argtypes, library.pf_select.restype = [c_char_p], c_char_p
     library.pf_packed_bytes.argtypes = [_L, _L, _I]
     library.pf_packed_bytes.restype = c_int64
+    library.pf_sum_blocks.argtypes, library.pf_sum_blocks.restype = [_P, _P, _L, _L, _I], c_double
     library.pf_select(None)
     return library
 
@@ -121,6 +122,19 @@ def select_instruction_set(name: str | None = None) -> str:
     if chosen is None:
         raise NativeLibraryMissing(f"{name} is not supported by this machine or this build")
     return chosen.decode()
+
+
+def sum_blocks(data: Tensor, order: Tensor, block: int, num_threads: int) -> float:
+    """The sum of `block` floats at each of the offsets `order`, read as fast as memory allows.
+
+    data: float32, contiguous; order: int64 [n]. What memory-bound kernels are measured against.
+    """
+    library = _load_library()
+    if library is None:
+        raise NativeLibraryMissing(f"{_LIBRARY_PATH.name} was not built")
+    return library.pf_sum_blocks(
+        data.data_ptr(), order.data_ptr(), order.shape[0], block, num_threads
+    )
 
 
 @dataclass(frozen=True, slots=True)

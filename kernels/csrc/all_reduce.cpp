@@ -185,13 +185,10 @@ PF_EXPORT void* pf_group_attach(int32_t fd, int32_t rank, int32_t world_size, in
 
 PF_EXPORT void pf_group_abort(RankGroup* group) { group->abort(); }
 
-// Leave: who still waits for this rank fails at its next look, or at once if it is asleep.
+// Leave: who still waits for this rank fails at its next look.
 PF_EXPORT void pf_group_close(RankGroup* group) {
   Segment* segment = group->segment;
   segment->ranks[group->rank].presence.store(kClosed, std::memory_order_seq_cst);
-  wake_all(&segment->generation);
-  wake_all(&segment->chunks_sent);
-  wake_all(&segment->ranks[group->rank].chunks_read);
   munmap(segment, (size_t)group->bytes);
   close(group->fd);
   delete group;

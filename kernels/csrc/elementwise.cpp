@@ -100,6 +100,21 @@ static void silu_and_mul(const void* gate_up, void* out, int64_t rows, int64_t f
   }
 }
 
+static float sum(const float* x, int64_t count) {
+  Vec sums[8];
+  for (Vec& part : sums) part = zero();
+  long i = 0;
+  for (; i + 8 * kWidth <= count; i += 8 * kWidth) {
+    for (int v = 0; v < 8; v++) {
+      prefetch(x + i + v * kWidth + 1024);
+      sums[v] = add(sums[v], load(x + i + v * kWidth));
+    }
+  }
+  for (; i < count; i += kWidth) sums[0] = add(sums[0], load_up_to(x + i, count - i));
+  for (int v = 1; v < 8; v++) sums[0] = add(sums[0], sums[v]);
+  return sum_of(sums[0]);
+}
+
 // Half-split pairs: (x[i], x[i + half]) turn by the angle of i; what is past 2 * half is copied.
 template <typename T>
 static void rotate_head(const T* x, const float* cos, const float* sin, long half, long dim, T* out) {

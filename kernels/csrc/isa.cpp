@@ -9,7 +9,7 @@ namespace PF_ISA {
 
 extern const KernelTable kernel_table = {
     packed_bytes,   pack_linear, unpack_rows,  linear,       attention,
-    rope_and_cache, rms_norm,    add_rms_norm, silu_and_mul,
+    rope_and_cache, rms_norm,    add_rms_norm, silu_and_mul, sum,
 };
 
 }  // namespace PF_ISA

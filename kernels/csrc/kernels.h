@@ -67,6 +67,7 @@ struct KernelTable {
                        int64_t hidden, float eps, int32_t dtype, int32_t threads);
   void (*silu_and_mul)(const void* gate_up, void* out, int64_t rows, int64_t ffn, int32_t dtype,
                        int32_t threads);
+  float (*sum)(const float* x, int64_t count);
 };
 
 }  // namespace pagefleet

@@ -128,3 +128,13 @@ PF_EXPORT void pf_copy_slots(char* pool, const int64_t* sources, const int64_t* 
            (size_t)(num_slots[copy] * slot_bytes));
   });
 }
+
+// Reads `count` blocks of `floats` floats each at base + offsets[i], as fast as memory gives them:
+// the yardstick of kernels that are bound by memory. Returns their sum.
+PF_EXPORT double pf_sum_blocks(const float* base, const int64_t* offsets, int64_t count,
+                               int64_t floats, int32_t threads) {
+  double total = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : total) if (threads > 1)
+  for (int64_t i = 0; i < count; i++) total += kernels().sum(base + offsets[i], floats);
+  return total;
+}

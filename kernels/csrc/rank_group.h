@@ -26,7 +26,9 @@ namespace pagefleet {
 
 constexpr int kMaxRanks = 64;
 constexpr uint64_t kMagic = 0x70666c7472616e6bULL;
-constexpr int64_t kWaitSliceNs = 20'000'000;  // between two looks at whether the peers live
+// Between two looks at whether the peers live: at first, and after a long wait (an idle replica).
+constexpr int64_t kFirstLookNs = 20'000'000;
+constexpr int64_t kIdleLookNs = 200'000'000;
 
 enum Status : int32_t {
   kOk = 0,
@@ -183,7 +185,7 @@ struct RankGroup {
 
   template <typename Lost>
   int32_t sleep(Word* word, uint32_t target, int64_t deadline, int32_t* culprit, Lost lost) {
-    int64_t next_look = now_ns() + kWaitSliceNs;
+    int64_t interval = kFirstLookNs, next_look = now_ns() + interval;
     for (;;) {
       uint32_t seen = word->value.load(std::memory_order_seq_cst);
       if (has_reached(seen, target)) return kOk;
@@ -198,7 +200,8 @@ struct RankGroup {
         // It may have done its part and left between the look at the value and the look at it.
         if (has_reached(word->value.load(std::memory_order_seq_cst), target)) return kOk;
         if (gone >= 0) return fail(kLost, gone, culprit);
-        next_look = now + kWaitSliceNs;
+        interval = interval * 2 < kIdleLookNs ? interval * 2 : kIdleLookNs;
+        next_look = now + interval;
       }
       if (now >= deadline) return kTimeout;
       int64_t until = next_look < deadline ? next_look : deadline;

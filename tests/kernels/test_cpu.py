@@ -6,11 +6,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
 from pagefleet.kernels import cpu
 from pagefleet.kernels.cpu import CpuBackend
 from pagefleet.kernels.metadata import AttentionMetadata
 from pagefleet.kernels.reference import ReferenceBackend
-from torch import Tensor
 
 INSTRUCTION_SETS = ["portable", "avx2", "avx512", "avx512_bf16"]
 DTYPES = [torch.float32, torch.bfloat16]
