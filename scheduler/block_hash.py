@@ -97,7 +97,5 @@ def route_hashes(root: bytes, token_ids: Int32Array, block_size: int) -> tuple[b
     positions = route_positions(len(token_ids), block_size)
     data = token_bytes(token_ids)
     starts = (0, *positions)
-    strides = [
-        data[4 * start : 4 * end] for start, end in zip(starts, positions, strict=False)
-    ]
+    strides = [data[4 * start : 4 * end] for start, end in zip(starts, positions, strict=False)]
     return tuple(extend_chain(root, strides))

@@ -1,0 +1,232 @@
+"""What is published: which token content stands in which block, on either tier.
+
+A **content** is one full block of tokens together with everything before it. Knows hashes,
+tokens and block ids; nothing of reference counts, eviction order or requests: those are the
+pools', which tell the index when a block gains or loses its content.
+
+    hash ──► Content(id, parent ──► Content(…) ──► root)
+               ├─ device_block, and further device blocks that hold the same
+               └─ host_block
+
+A hash is fast, not proof. Every content has an id that is never used twice and remembers its
+parent's id: a hit needs equal tokens *and* the parent id of the hit before it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence as Chain
+
+from .integrity import check
+from .route_residency import RouteResidency, Tier
+
+# Roots differ by tenant salt and adapter, which clients choose: the table of them is bounded.
+MAX_NUM_ROOTS = 4096
+
+
+class Content:
+    """One full block's tokens in their context. Made once, recycled with a new id.
+
+    id: 0 = this record is unused. parent_id: the id that `parent` had when this was published.
+    """
+
+    __slots__ = (
+        "device_block",
+        "duplicates",
+        "hash",
+        "host_block",
+        "id",
+        "key",
+        "parent",
+        "parent_id",
+        "tokens",
+    )
+
+    def __init__(self) -> None:
+        self.id = 0
+        self.hash = b""
+        self.key = b""
+        self.tokens = b""
+        self.parent: Content | None = None
+        self.parent_id = 0
+        self.device_block: int | None = None
+        self.host_block: int | None = None
+        self.duplicates: list[int] | None = None  # further device blocks that hold the same
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether a prefix can still lead here: the parent it was published under lives."""
+        return self.parent is not None and self.parent.id == self.parent_id
+
+    def __repr__(self) -> str:
+        return f"Content(id={self.id}, device={self.device_block}, host={self.host_block})"
+
+
+class ContentIndex:
+    """Finds contents by hash; gives a content its blocks and takes them away.
+
+    capacity: most contents at once, the blocks of both tiers. hash_bits: fewer than 128 only to
+    provoke collisions.
+    """
+
+    def __init__(self, capacity: int, routes: RouteResidency, hash_bits: int = 128) -> None:
+        self._contents: dict[bytes, Content] = {}
+        self._unused = [Content() for _ in range(capacity)]
+        self._capacity = capacity
+        self._roots: OrderedDict[bytes, Content] = OrderedDict()
+        self._routes = routes
+        self._hash_bits = hash_bits
+        self._next_id = 1
+        self.num_refused = 0  # contents that collided: not published, or not served
+
+    def __len__(self) -> int:
+        return len(self._contents)
+
+    def root(self, root_hash: bytes) -> Content:
+        """The content before the first block of every sequence of this identity."""
+        root = self._roots.get(root_hash)
+        if root is not None:
+            self._roots.move_to_end(root_hash)
+            return root
+        root = Content()
+        root.id = self._take_id()
+        root.hash = root_hash
+        self._roots[root_hash] = root
+        if len(self._roots) > MAX_NUM_ROOTS:
+            _, oldest = self._roots.popitem(last=False)
+            oldest.id = 0  # what was published under it can no longer be reached
+        return root
+
+    def lookup(self, root: Content, hashes: Chain[bytes], blocks: Chain[bytes]) -> list[Content]:
+        """The longest published prefix, on whichever tier. blocks: the token bytes of each."""
+        found: list[Content] = []
+        append = found.append
+        get = self._contents.get
+        parent_id = root.id
+        keys = hashes if self._hash_bits == 128 else [self._key(h) for h in hashes]
+        for key, tokens in zip(keys, blocks, strict=False):
+            content = get(key)
+            if content is None:
+                break
+            if content.parent_id != parent_id or content.tokens != tokens:
+                self.num_refused += content.is_reachable
+                break
+            append(content)
+            parent_id = content.id
+        return found
+
+    def publish(
+        self, parent: Content, block_hash: bytes, tokens: bytes, device_block: int
+    ) -> Content | None:
+        """Say that `device_block` holds `tokens` after `parent`. None: refused, it collides.
+
+        Who is refused must not publish the blocks after it either.
+        """
+        key = block_hash if self._hash_bits == 128 else self._key(block_hash)
+        content = self._contents.get(key)
+        if content is None:
+            content = self._unused.pop()
+            content.id = self._take_id()
+            content.hash = block_hash
+            content.key = key
+            content.tokens = tokens
+            content.parent = parent
+            content.parent_id = parent.id
+            content.device_block = device_block
+            self._contents[key] = content
+            return content
+        if content.parent_id != parent.id or content.tokens != tokens:
+            self.num_refused += content.is_reachable
+            return None
+        if content.device_block is None:
+            content.device_block = device_block
+            self._routes.arrived(content.id, Tier.DEVICE)
+        elif content.duplicates is None:
+            content.duplicates = [device_block]
+        else:
+            content.duplicates.append(device_block)
+        return content
+
+    def find_unreachable(self, block_hash: bytes) -> Content | None:
+        """What stands in the way of publishing this hash though no prefix leads to it."""
+        content = self._contents.get(self._key(block_hash))
+        return None if content is None or content.is_reachable else content
+
+    def add_stride(self, last: Content, num_blocks: int, route_hash: bytes) -> None:
+        """`last` and the contents before it make one stride of the route chain."""
+        members: list[int] = []
+        missing = [0, 0]
+        content = last
+        for _ in range(num_blocks):
+            members.append(content.id)
+            missing[Tier.DEVICE] += content.device_block is None
+            missing[Tier.HOST] += content.host_block is None
+            assert content.parent is not None, f"{content} has too few predecessors"
+            content = content.parent
+        self._routes.add(route_hash, tuple(members), missing)
+
+    def attach_host(self, content: Content, host_block: int) -> None:
+        """The content is ready on the host tier."""
+        assert content.host_block is None, f"{content} is on the host already"
+        content.host_block = host_block
+        self._routes.arrived(content.id, Tier.HOST)
+
+    def detach_device(self, content: Content, device_block: int) -> None:
+        """`device_block` no longer holds it; a duplicate takes over where there is one."""
+        duplicates = content.duplicates
+        if content.device_block != device_block:
+            assert duplicates is not None, f"{content} has no duplicate {device_block}"
+            duplicates.remove(device_block)
+        elif duplicates:
+            content.device_block = duplicates.pop()
+        else:
+            content.device_block = None
+            self._routes.left(content.id, Tier.DEVICE)
+            if content.host_block is None:
+                self._retire(content)
+
+    def detach_host(self, content: Content) -> None:
+        """The host tier no longer holds it."""
+        content.host_block = None
+        self._routes.left(content.id, Tier.HOST)
+        if content.device_block is None:
+            self._retire(content)
+
+    def contents(self) -> list[Content]:
+        """Everything published."""
+        return list(self._contents.values())
+
+    def check_integrity(self) -> None:
+        """Every record is in use or not, and every use is consistent."""
+        used = len(self._contents)
+        check(
+            used + len(self._unused) == self._capacity,
+            f"{used} contents + {len(self._unused)} unused != {self._capacity}",
+        )
+        for key, content in self._contents.items():
+            check(content.key == key and content.id != 0, f"{content} stands under another key")
+            check(
+                content.device_block is not None or content.host_block is not None,
+                f"{content} is in no block",
+            )
+            check(
+                not content.duplicates or content.device_block is not None,
+                f"{content} has duplicates but no device block",
+            )
+
+    def _retire(self, content: Content) -> None:
+        del self._contents[content.key]
+        self._routes.retire(content.id)
+        content.id = 0
+        content.parent = None
+        content.tokens = b""
+        content.duplicates = None
+        self._unused.append(content)
+
+    def _take_id(self) -> int:
+        taken = self._next_id
+        self._next_id = taken + 1
+        return taken
+
+    def _key(self, block_hash: bytes) -> bytes:
+        if self._hash_bits == 128:
+            return block_hash
+        return (int.from_bytes(block_hash) >> (128 - self._hash_bits)).to_bytes(16)

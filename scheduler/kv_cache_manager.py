@@ -1,0 +1,306 @@
+"""Block tables: which blocks a sequence holds, where it shares them, what of them is published.
+
+Knows rows, tokens and both tiers' pools; not who runs next. A table is append-only while its
+row runs; copy-on-write replaces its last entry. Every operation is atomic: it takes all the
+blocks it needs, or none and nothing has changed.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .block_hash import extend_chain, split_blocks, stride_blocks
+from .block_pool import BlockPool
+from .content_index import Content, ContentIndex
+from .integrity import check
+from .output import DeviceCopy, Int32Array
+from .request import Publication, Sequence
+from .running_batch import RunningBatch
+
+# A row whose next block shall never be published.
+_NEVER = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The published blocks a sequence could start from.
+
+    num_idle: those nobody holds, which cost capacity when they are taken.
+    """
+
+    contents: tuple[Content, ...]
+    blocks: tuple[int, ...]
+    num_idle: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks on the device."""
+        return len(self.blocks)
+
+
+class KVCacheManager:
+    """The tables of the rows in `batch` over one replica's pools."""
+
+    def __init__(
+        self, batch: RunningBatch, pool: BlockPool, index: ContentIndex, block_size: int
+    ) -> None:
+        self.block_size = block_size
+        self._batch = batch
+        self._pool = pool
+        self._index = index
+        max_num_blocks = -(-batch.token_ids.shape[1] // block_size)
+        self._tables: Int32Array = np.zeros((batch.num_rows, max_num_blocks), dtype=np.int32)
+        self._num_blocks = [0] * batch.num_rows
+        # Rows whose last block was shared by a fork and has not been written to since.
+        self._shared_tails: set[int] = set()
+        self._stride = stride_blocks(block_size)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def num_blocks(self, row: int) -> int:
+        """Length of a row's table."""
+        return self._num_blocks[row]
+
+    def table(self, row: int) -> Int32Array:
+        """A row's blocks in order: int32 [num_blocks], a copy."""
+        return self._tables[row, : self._num_blocks[row]].copy()
+
+    def blocks(self, row: int) -> list[int]:
+        """A row's blocks in order."""
+        return self._tables[row, : self._num_blocks[row]].tolist()
+
+    def find_prefix(self, sequence: Sequence) -> Prefix:
+        """The longest published prefix of a waiting sequence that leaves a token to compute."""
+        limit = (len(sequence.token_ids) - 1) // self.block_size
+        self._extend_chain(sequence, sequence.token_ids, limit)
+        root = self._index.root(sequence.request.root_hash)
+        chain = sequence.chain
+        contents = self._index.lookup(root, chain.hashes[:limit], chain.tokens[:limit])
+        blocks: list[int] = []
+        num_idle = 0
+        for content in contents:
+            block = content.device_block
+            if block is None:
+                break
+            blocks.append(block)
+            num_idle += self._pool.is_idle(block)
+        return Prefix(tuple(contents), tuple(blocks), num_idle)
+
+    def no_prefix(self) -> Prefix:
+        """For a sequence that must compute every position."""
+        return Prefix((), (), 0)
+
+    def admit(self, sequence: Sequence, prefix: Prefix, publishes: bool) -> int | None:
+        """Take blocks for all its known tokens and a row. None: there are too few."""
+        num_needed = self.num_blocks_for(len(sequence.token_ids)) - prefix.num_blocks
+        if num_needed + prefix.num_idle > self._pool.num_free:
+            return None
+        self._pool.reference(prefix.blocks)  # before allocation, which would evict them
+        fresh = self._pool.allocate(num_needed)
+        assert fresh is not None, f"{num_needed} of {self._pool.num_free} blocks not to be had"
+        row = self._batch.enter(sequence, prefix.num_blocks * self.block_size)
+        self._set_table(row, [*prefix.blocks, *fresh])
+        root = self._index.root(sequence.request.root_hash)
+        last = prefix.contents[prefix.num_blocks - 1] if prefix.blocks else root
+        sequence.publication = Publication(last, last.id, prefix.num_blocks, not publishes)
+        self._await_publication(row, sequence.publication)
+        return row
+
+    def needs_block(self, rows: Int32Array) -> Int32Array:
+        """Those of `rows`, each about to compute one position, whose tables must grow."""
+        batch = self._batch
+        return rows[batch.num_computed[rows] >= batch.capacity[rows]]
+
+    def append(self, rows: list[int], blocks: list[int]) -> None:
+        """Give each row one more block, already referenced."""
+        for row, block in zip(rows, blocks, strict=True):
+            count = self._num_blocks[row]
+            self._tables[row, count] = block
+            self._num_blocks[row] = count + 1
+        self._batch.capacity[rows] += self.block_size
+
+    def fork(self, parent: int, child: Sequence, num_computed: int) -> int:
+        """A new row for `child` that shares all of the parent's blocks; copies nothing."""
+        blocks = self.blocks(parent)
+        self._pool.reference(blocks)
+        row = self._batch.enter(child, num_computed)
+        self._set_table(row, blocks)
+        publication = self._batch.sequence(parent).publication
+        assert publication is not None, f"row {parent} runs without a publication"
+        child.publication = Publication(
+            publication.last, publication.last_id, publication.num_blocks, publication.stopped
+        )
+        self._await_publication(row, child.publication)
+        self._shared_tails.update((parent, row))
+        return row
+
+    def shared_tails(self, rows: Int32Array) -> list[int]:
+        """Those of `rows` whose last block others hold too, so that they must not write to it."""
+        if not self._shared_tails:
+            return []
+        return [row for row in rows.tolist() if row in self._shared_tails and self.shares_tail(row)]
+
+    def shares_tail(self, row: int) -> bool:
+        """Whether the row's next position lies in a block that others hold too."""
+        tail = self._partial_tail(row)
+        if tail is not None and self._pool.ref_count(tail) > 1:
+            return True
+        self._shared_tails.discard(row)
+        return False
+
+    def num_copies_on_write(self, rows: list[int]) -> int:
+        """Blocks that `rows` need to write to their tails: the last sharer needs none."""
+        writers: dict[int, int] = {}
+        for row in rows:
+            if (tail := self._partial_tail(row)) is not None:
+                writers[tail] = writers.get(tail, 0) + 1
+        return sum(min(n, self._pool.ref_count(tail) - 1) for tail, n in writers.items())
+
+    def copy_on_write(self, row: int, fence: int) -> DeviceCopy:
+        """Make a row's shared tail its own. The caller has made sure of a free block."""
+        tail = self._partial_tail(row)
+        fresh = self._pool.allocate(1)
+        assert tail is not None and fresh is not None, f"row {row}: tail {tail}, block {fresh}"
+        self._tables[row, self._num_blocks[row] - 1] = fresh[0]
+        self._pool.release([tail], fence)
+        self._shared_tails.discard(row)
+        return DeviceCopy(tail, fresh[0], int(self._batch.num_computed[row]) % self.block_size)
+
+    def release(self, row: int, fence: int) -> None:
+        """Give a row's blocks back, deepest first."""
+        count = self._num_blocks[row]
+        self._pool.release(self._tables[row, :count].tolist(), fence)
+        self._num_blocks[row] = 0
+        self._batch.capacity[row] = 0
+        self._shared_tails.discard(row)
+
+    def publish(self, row: int, num_computed: int) -> None:
+        """Let the row's full blocks be found: a step that wrote them has been processed."""
+        sequence = self._batch.sequence(row)
+        publication = sequence.publication
+        assert publication is not None, f"row {row} runs without a publication"
+        num_full = num_computed // self.block_size
+        self._extend_chain(sequence, self._batch.token_ids[row], num_full)
+        while publication.num_blocks < num_full and not publication.stopped:
+            self._publish_next(row, sequence, publication)
+        self._await_publication(row, publication)
+
+    def stop_publishing(self, sequence: Sequence) -> None:
+        """What it computes from here on is its own: the cache was reset under it."""
+        if sequence.publication is not None:
+            sequence.publication.stopped = True
+        if sequence.row is not None:
+            self._batch.next_publish[sequence.row] = _NEVER
+
+    def check_integrity(self) -> None:
+        """Every reference in the pool is one table's, and every table is long enough."""
+        holders: dict[int, int] = {}
+        for row in self._batch.rows():
+            count = self._num_blocks[row]
+            check(
+                int(self._batch.capacity[row]) == count * self.block_size,
+                f"row {row}: {count} blocks, capacity {self._batch.capacity[row]}",
+            )
+            blocks = self._tables[row, :count].tolist()
+            check(len(set(blocks)) == count, f"row {row} holds a block twice: {blocks}")
+            for block in blocks:
+                holders[block] = holders.get(block, 0) + 1
+        for block in range(self._pool.num_blocks):
+            refs = self._pool.ref_count(block)
+            check(
+                refs == holders.get(block, 0),
+                f"block {block}: {refs} references, {holders.get(block, 0)} holders",
+            )
+        for row in self._shared_tails:
+            check(self._batch.sequences[row] is not None, f"empty row {row} shares a tail")
+
+    def _publish_next(self, row: int, sequence: Sequence, publication: Publication) -> None:
+        place = publication.num_blocks
+        block = int(self._tables[row, place])
+        parent = publication.last
+        content = self._pool.content(block)
+        if parent.id != publication.last_id:
+            publication.stopped = True  # its own past has been dropped from the index
+            return
+        if content is None:
+            block_hash, tokens = sequence.chain.hashes[place], sequence.chain.tokens[place]
+            content = self._publish_block(block, parent, block_hash, tokens)
+            if content is None:
+                publication.stopped = True
+                return
+            self._note_route(sequence, place, content)
+        publication.last = content
+        publication.last_id = content.id
+        publication.num_blocks = place + 1
+
+    def _publish_block(
+        self, block: int, parent: Content, block_hash: bytes, tokens: bytes
+    ) -> Content | None:
+        content = self._pool.publish(block, parent, block_hash, tokens)
+        if content is None:
+            orphan = self._index.find_unreachable(block_hash)
+            if orphan is not None:
+                self.forget(orphan)
+                content = self._pool.publish(block, parent, block_hash, tokens)
+        return content
+
+    def forget(self, content: Content) -> None:
+        """Take a content from every block that holds it."""
+        content_id = content.id
+        while content.id == content_id and content.device_block is not None:
+            self._pool.unpublish(content.device_block)
+
+    def _note_route(self, sequence: Sequence, place: int, content: Content) -> None:
+        """Where a stride of the route chain ends with this block, let it be reported."""
+        number = place + 1
+        if number <= self._stride:
+            self._index.add_stride(content, 1, sequence.chain.hashes[place])
+        elif number % self._stride == 0:
+            self._index.add_stride(content, self._stride, self._route_hash(sequence, number))
+
+    def _route_hash(self, sequence: Sequence, num_blocks: int) -> bytes:
+        """The route chain's entry at a block count that ends a long stride."""
+        chain, stride = sequence.chain, self._stride
+        wanted = num_blocks // stride - 1  # the first long stride is number 1
+        while len(chain.routes) < wanted:
+            previous = chain.routes[-1] if chain.routes else chain.hashes[stride - 1]
+            start = stride * (len(chain.routes) + 1)
+            tokens = b"".join(chain.tokens[start : start + stride])
+            chain.routes += extend_chain(previous, [tokens])
+        return chain.routes[wanted - 1]
+
+    def _extend_chain(self, sequence: Sequence, token_ids: Int32Array, num_blocks: int) -> None:
+        """Hash what is not hashed yet of the first `num_blocks` full blocks."""
+        chain = sequence.chain
+        start = len(chain.hashes)
+        if start >= num_blocks:
+            return
+        if chain is sequence.request.prompt_chain and (
+            num_blocks * self.block_size > sequence.num_prompt_tokens
+        ):
+            chain = sequence.chain = chain.copy()  # samples part where their outputs begin
+        blocks = split_blocks(
+            token_ids[start * self.block_size : num_blocks * self.block_size], self.block_size
+        )
+        previous = chain.hashes[-1] if start else sequence.request.root_hash
+        chain.hashes += extend_chain(previous, blocks)
+        chain.tokens += blocks
+
+    def _partial_tail(self, row: int) -> int | None:
+        """The block in which the row's next position lies, if something stands in it already."""
+        num_computed = int(self._batch.num_computed[row])
+        if num_computed % self.block_size == 0:
+            return None
+        return int(self._tables[row, num_computed // self.block_size])
+
+    def _set_table(self, row: int, blocks: list[int]) -> None:
+        self._tables[row, : len(blocks)] = blocks
+        self._num_blocks[row] = len(blocks)
+        self._batch.capacity[row] = len(blocks) * self.block_size
+
+    def _await_publication(self, row: int, publication: Publication) -> None:
+        self._batch.next_publish[row] = (
+            _NEVER if publication.stopped else (publication.num_blocks + 1) * self.block_size
+        )

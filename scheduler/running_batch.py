@@ -1,0 +1,149 @@
+"""The rows of the input batch as arrays: what runs, how far it is, when it must end.
+
+A decode step over hundreds of rows is a few array operations here; Python objects are touched
+only for rows that enter, leave, need a block or end. Knows no blocks and decides nothing.
+
+    position        0 ─────────── num_computed ──── num_tokens - num_pending ── num_tokens
+    KV is           written or in flight │ missing
+    token is        known ──────────────────────────────────────│ in flight
+"""
+
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .integrity import check
+from .output import Int32Array
+from .request import Sequence, SequenceState
+
+Int64Array = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+
+class RunningBatch:
+    """Structure of arrays by row. A row of sequence id 0 is empty.
+
+    num_tokens counts tokens sampled in steps in flight, num_pending of them. num_computed counts
+    positions that steps in flight will have written.
+    compute_limit: positions ever computed. token_limit: most tokens, prompt and output.
+    capacity: positions its blocks hold. next_publish: computed positions at which its next block
+    can be published.
+    is_loading: KV on its way from the host; not to be scheduled.
+    """
+
+    def __init__(self, num_rows: int, max_context: int) -> None:
+        self.num_rows = num_rows
+        self.token_ids: Int32Array = np.zeros((num_rows, max_context), dtype=np.int32)
+        self.sequence_ids: Int64Array = np.zeros(num_rows, dtype=np.int64)
+        self.num_prompt: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.num_tokens: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.num_pending: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.num_computed: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.compute_limit: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.token_limit: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.capacity: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.next_publish: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.arrival: Int64Array = np.zeros(num_rows, dtype=np.int64)
+        self.has_stop_ids: BoolArray = np.zeros(num_rows, dtype=np.bool_)
+        self.is_loading: BoolArray = np.zeros(num_rows, dtype=np.bool_)
+        self.sequences: list[Sequence | None] = [None] * num_rows
+        self.keys = [""] * num_rows
+        self.indexes = [0] * num_rows
+        self._free = list(range(num_rows))
+
+    @property
+    def num_free(self) -> int:
+        """Rows that a sequence could enter."""
+        return len(self._free)
+
+    def __len__(self) -> int:
+        return self.num_rows - len(self._free)
+
+    def enter(self, sequence: Sequence, num_computed: int) -> int:
+        """Give a sequence the lowest free row. Its blocks come after."""
+        row = heappop(self._free)
+        request = sequence.request
+        num_tokens = len(sequence.token_ids)
+        num_prompt = request.num_prompt_tokens
+        self.token_ids[row, :num_tokens] = sequence.token_ids
+        self.sequence_ids[row] = sequence.id
+        self.num_prompt[row] = num_prompt
+        self.num_tokens[row] = num_tokens
+        self.num_pending[row] = 0
+        self.num_computed[row] = num_computed
+        self.compute_limit[row] = request.compute_limit
+        self.token_limit[row] = request.token_limit
+        self.arrival[row] = request.arrival
+        self.has_stop_ids[row] = bool(request.stop_token_ids)
+        self.is_loading[row] = False
+        self.sequences[row] = sequence
+        self.keys[row] = request.key
+        self.indexes[row] = sequence.index
+        sequence.row = row
+        sequence.state = SequenceState.RUNNING
+        return row
+
+    def leave(self, sequence: Sequence) -> int:
+        """Take a sequence's row away; it keeps its tokens and what it awaits."""
+        row = sequence.row
+        assert row is not None, f"{sequence} has no row"
+        pending = int(self.num_pending[row])
+        sequence.token_ids = self.token_ids[row, : int(self.num_tokens[row]) - pending].copy()
+        sequence.num_pending = pending
+        sequence.row = None
+        self.sequence_ids[row] = 0
+        self.num_tokens[row] = self.num_computed[row] = 0
+        self.compute_limit[row] = 0
+        self.capacity[row] = 0
+        self.is_loading[row] = False
+        self.sequences[row] = None
+        self.keys[row] = ""
+        heappush(self._free, row)
+        return row
+
+    def sequence(self, row: int) -> Sequence:
+        """Who has the row."""
+        sequence = self.sequences[row]
+        assert sequence is not None, f"row {row} is empty"
+        return sequence
+
+    def remaining(self) -> Int32Array:
+        """Per row, positions that could be computed now."""
+        target = np.minimum(self.num_tokens, self.compute_limit)
+        target -= self.num_computed
+        target[self.is_loading] = 0
+        return target
+
+    def num_known(self, row: int) -> int:
+        """Tokens whose values are known."""
+        return int(self.num_tokens[row]) - int(self.num_pending[row])
+
+    def rows(self) -> list[int]:
+        """Rows that are taken, lowest first."""
+        return [row for row, sequence in enumerate(self.sequences) if sequence is not None]
+
+    def check_integrity(self) -> None:
+        """Rows and sequences name each other, and no count passes another."""
+        check(len(set(self._free)) == len(self._free), "a row is free twice")
+        heapify(self._free)
+        for row, sequence in enumerate(self.sequences):
+            if sequence is None:
+                check(row in self._free, f"row {row} is lost")
+                check(self.sequence_ids[row] == 0, f"row {row} is empty and has an id")
+                continue
+            state = f"{sequence}: {self._describe(row)}"
+            check(row not in self._free and sequence.row == row, state)
+            check(self.sequence_ids[row] == sequence.id, state)
+            check(sequence.state is SequenceState.RUNNING, state)
+            check(0 <= self.num_pending[row] <= self.num_tokens[row], state)
+            check(self.num_computed[row] <= self.num_tokens[row], state)
+            check(self.num_tokens[row] <= self.token_limit[row], state)
+            check(self.num_computed[row] <= self.capacity[row], state)
+
+    def _describe(self, row: int) -> str:
+        return (
+            f"tokens {self.num_tokens[row]} (pending {self.num_pending[row]}), computed "
+            f"{self.num_computed[row]}, limit {self.token_limit[row]}, capacity "
+            f"{self.capacity[row]}"
+        )

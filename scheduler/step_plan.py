@@ -1,0 +1,129 @@
+"""One step while it is being decided, and what is remembered of it until its result is in."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .output import CopyJob, DeviceCopy, Int32Array, NewRow, SchedulerOutput
+from .request import Request
+from .running_batch import Int64Array, RunningBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A launched step. A row may change hands before the result comes: sequence ids tell.
+
+    row_ids: int64, by entry. ends: int32, positions computed after the step, by entry.
+    sample_ids: int64, by sample. prefill_only: sequence ids that end with this step, tokenless.
+    prompts: requests whose prompt is computed with this step.
+    """
+
+    output: SchedulerOutput
+    row_ids: Int64Array
+    ends: Int32Array
+    sample_ids: Int64Array
+    prefill_only: tuple[int, ...]
+    prompts: tuple[Request, ...]
+
+
+class StepPlan:
+    """Collects what a step does; `launch` makes the output and moves the batch's counts on."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.decode_rows: Int32Array = np.empty(0, dtype=np.int32)
+        self.chunks: list[tuple[int, int]] = []  # row, tokens: everything but plain decodes
+        self.forks: list[tuple[int, int]] = []  # parent row, child row
+        self.prompts: list[Request] = []
+        self.new_rows: list[NewRow] = []
+        self.table_rows: list[int] = []
+        self.table_blocks: list[int] = []
+        self.tail_rows: list[int] = []
+        self.tail_blocks: list[int] = []
+        self.device_copies: list[DeviceCopy] = []
+        self.copy_jobs: list[CopyJob] = []
+        self.has_preempted = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens planned so far."""
+        return len(self.decode_rows) + sum(count for _, count in self.chunks)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to execute."""
+        return not (len(self.decode_rows) or self.chunks or self.copy_jobs)
+
+    def launch(self, batch: RunningBatch, removed_rows: list[int]) -> StepRecord:
+        """Every planned row advances; those whose known tokens are all computed sample one."""
+        if self.chunks or self.forks:
+            rows, scheduled, entries, sample_rows = self._mixed_entries(batch)
+        else:
+            rows = sample_rows = self.decode_rows
+            scheduled = np.ones(len(rows), dtype=np.int32)
+            entries = np.arange(len(rows), dtype=np.int32)
+        starts = batch.num_computed[rows]
+        ends = starts + scheduled
+        batch.num_computed[rows] = ends
+        prefill_only = self._prefill_only(batch) if self.chunks else ()
+        batch.num_tokens[sample_rows] += 1
+        batch.num_pending[sample_rows] += 1
+        output = SchedulerOutput(
+            step=self.step,
+            rows=rows,
+            num_scheduled_tokens=scheduled,
+            num_computed_tokens=starts,
+            sample_entries=entries,
+            sample_rows=sample_rows,
+            removed_rows=np.array(removed_rows, dtype=np.int32),
+            new_rows=tuple(self.new_rows),
+            table_rows=np.array(self.table_rows, dtype=np.int32),
+            table_blocks=np.array(self.table_blocks, dtype=np.int32),
+            tail_rows=np.array(self.tail_rows, dtype=np.int32),
+            tail_blocks=np.array(self.tail_blocks, dtype=np.int32),
+            device_copies=tuple(self.device_copies),
+            copy_jobs=tuple(self.copy_jobs),
+        )
+        row_ids = batch.sequence_ids[rows]
+        sample_ids = row_ids if sample_rows is rows else batch.sequence_ids[sample_rows]
+        return StepRecord(output, row_ids, ends, sample_ids, prefill_only, tuple(self.prompts))
+
+    def _mixed_entries(
+        self, batch: RunningBatch
+    ) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
+        """Rows, tokens, sample entries and sample rows; single tokens come first."""
+        chunks = sorted(self.chunks, key=lambda chunk: chunk[1] > 1)
+        num_decodes = len(self.decode_rows)
+        rows = np.concatenate(
+            (self.decode_rows, np.array([row for row, _ in chunks], dtype=np.int32))
+        )
+        scheduled = np.ones(len(rows), dtype=np.int32)
+        scheduled[num_decodes:] = [count for _, count in chunks]
+        entry_of = {row: num_decodes + place for place, (row, _) in enumerate(chunks)}
+        samplers = [(entry_of[row], row) for row, count in chunks if _samples(batch, row, count)]
+        samplers += [(entry_of[parent], child) for parent, child in self.forks]
+        entries = np.concatenate(
+            (
+                np.arange(num_decodes, dtype=np.int32),
+                np.array([entry for entry, _ in samplers], dtype=np.int32),
+            )
+        )
+        sample_rows = np.concatenate(
+            (self.decode_rows, np.array([row for _, row in samplers], dtype=np.int32))
+        )
+        return rows, scheduled, entries, sample_rows
+
+    def _prefill_only(self, batch: RunningBatch) -> tuple[int, ...]:
+        """Sequences whose last position is computed and that may not sample."""
+        return tuple(
+            int(batch.sequence_ids[row])
+            for row, _ in self.chunks
+            if batch.num_computed[row] == batch.num_tokens[row] == batch.token_limit[row]
+        )
+
+
+def _samples(batch: RunningBatch, row: int, count: int) -> bool:
+    """Whether `count` more positions complete the row and a token may follow."""
+    num_tokens = int(batch.num_tokens[row])
+    is_complete = int(batch.num_computed[row]) + count == num_tokens
+    return is_complete and num_tokens < int(batch.token_limit[row])

@@ -1,0 +1,222 @@
+"""Stand-ins for what a test does not want to run for real.
+
+`FakeModel` executes a scheduler's steps over fake KV storage, one number per slot and tier. A
+slot's number depends on its token, its position and the slot before it; the next token depends
+on every number stored along the sequence's block table. A wrong, stale, lost or unwritten block
+therefore changes the output at once, or trips the guard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagefleet.protos.messages import SamplingParams, TokenLogprobs
+from pagefleet.scheduler.output import (
+    CopyDone,
+    CopyJob,
+    CopyKind,
+    ModelRunnerOutput,
+    NewRow,
+    SchedulerOutput,
+)
+
+_MASK = (1 << 64) - 1
+_FACTOR = 0x9E3779B97F4A7C15
+UNWRITTEN = 0
+
+Uint64Array = NDArray[np.uint64]
+
+
+def _mix(*values: int) -> int:
+    """A number that depends on all of `values` and their order; never UNWRITTEN."""
+    state = 0x243F6A8885A308D3
+    for value in values:
+        state = ((state ^ value) * _FACTOR) & _MASK
+        state ^= state >> 29
+    return state or 1
+
+
+def _weights(length: int) -> Uint64Array:
+    positions = np.arange(length, dtype=np.uint64)
+    return (positions * np.uint64(2) + np.uint64(1)) * np.uint64(_FACTOR)
+
+
+def fake_kv(previous: int, token: int, position: int) -> int:
+    """What a slot holds: previous is the slot before it, 0 at the start."""
+    return _mix(previous, token + 1, position)
+
+
+def fake_token(
+    digest: int, sampling: SamplingParams, index: int, position: int, vocab_size: int
+) -> int:
+    """The token at `position` given the digest of all slots before it."""
+    return _mix(digest, sampling.seed or 0, index, position) % vocab_size
+
+
+def oracle_tokens(
+    prompt: tuple[int, ...],
+    sampling: SamplingParams,
+    index: int,
+    *,
+    vocab_size: int,
+    eos: tuple[int, ...] = (),
+    max_context: int = 8192,
+) -> list[int]:
+    """What a request alone must answer, without blocks, cache or scheduler."""
+    limit = max_context if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
+    limit = min(limit, max_context)
+    tokens, kv, digest = list(prompt), 0, 0
+    for position, token in enumerate(prompt):
+        kv = fake_kv(kv, token, position)
+        digest = (digest + kv * (2 * position + 1) * _FACTOR) & _MASK
+    while len(tokens) < limit:
+        position = len(tokens)
+        token = fake_token(digest, sampling, index, position, vocab_size)
+        tokens.append(token)
+        num_outputs = len(tokens) - len(prompt)
+        if num_outputs >= sampling.min_tokens and (
+            token in sampling.stop_token_ids or (token in eos and not sampling.ignore_eos)
+        ):
+            break
+        kv = fake_kv(kv, token, position)
+        digest = (digest + kv * (2 * position + 1) * _FACTOR) & _MASK
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class _Row:
+    """What the runner keeps of a row. poison_from: slots from there on must not be valid."""
+
+    new: NewRow
+    tokens: list[int]
+    table: list[int]
+    is_poisoned: bool = False
+
+
+@dataclass
+class FakeModel:
+    """Executes steps. `hold_copies`: jobs stay open until `finish_copies`."""
+
+    num_blocks: int
+    block_size: int
+    num_host_blocks: int = 0
+    vocab_size: int = 1000
+    hold_copies: bool = False
+    rows: dict[int, _Row] = field(default_factory=dict)
+    open_jobs: list[CopyJob] = field(default_factory=list)
+    num_computed_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.device: Uint64Array = np.zeros((self.num_blocks, self.block_size), dtype=np.uint64)
+        self.host: Uint64Array = np.zeros((self.num_host_blocks, self.block_size), dtype=np.uint64)
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """One step, in the order that `scheduler/output.py` names."""
+        self._start_copies(output.copy_jobs)
+        self._update_rows(output)
+        for copy in output.device_copies:
+            self.device[copy.target] = UNWRITTEN
+            self.device[copy.target, : copy.num_slots] = self.device[copy.source, : copy.num_slots]
+        self._forward(output)
+        tokens = [
+            self._sample(int(output.rows[entry]), int(row))
+            for entry, row in zip(output.sample_entries, output.sample_rows, strict=True)
+        ]
+        for row, token in zip(output.sample_rows.tolist(), tokens, strict=True):
+            self.rows[row].tokens.append(token)
+        return ModelRunnerOutput(
+            step=output.step,
+            token_ids=np.array(tokens, dtype=np.int32),
+            prompt_logprobs=self._prompt_logprobs(output),
+            copies_done=() if self.hold_copies else self.finish_copies(),
+        )
+
+    def finish_copies(self, count: int | None = None, ok: bool = True) -> tuple[CopyDone, ...]:
+        """Let the oldest open jobs end, all of them by default."""
+        count = len(self.open_jobs) if count is None else count
+        ended, self.open_jobs = self.open_jobs[:count], self.open_jobs[count:]
+        for job in ended:
+            self._copy(job, ok)
+        return tuple(CopyDone(job.job_id, ok) for job in ended)
+
+    def _start_copies(self, jobs: tuple[CopyJob, ...]) -> None:
+        self.open_jobs += jobs
+
+    def _copy(self, job: CopyJob, ok: bool) -> None:
+        source, target = (
+            (self.device, self.host) if job.kind is CopyKind.STORE else (self.host, self.device)
+        )
+        target[job.targets] = source[job.sources] if ok else np.uint64(UNWRITTEN)
+
+    def _update_rows(self, output: SchedulerOutput) -> None:
+        for row in output.removed_rows.tolist():
+            del self.rows[row]
+        for new in output.new_rows:
+            assert new.row not in self.rows, f"row {new.row} is taken"
+            self.rows[new.row] = _Row(new, new.token_ids.tolist(), new.block_table.tolist())
+        for row, block in zip(
+            output.table_rows.tolist(), output.table_blocks.tolist(), strict=True
+        ):
+            self.device[block] = UNWRITTEN
+            self.rows[row].table.append(block)
+        for row, block in zip(output.tail_rows.tolist(), output.tail_blocks.tolist(), strict=True):
+            self.rows[row].table[-1] = block
+
+    def _forward(self, output: SchedulerOutput) -> None:
+        starts, counts = output.num_computed_tokens.tolist(), output.num_scheduled_tokens.tolist()
+        assert sorted(counts, key=lambda count: count > 1) == counts, "single tokens come first"
+        for row_id, start, count in zip(output.rows.tolist(), starts, counts, strict=True):
+            row = self.rows[row_id]
+            if not row.is_poisoned:
+                self._poison(row, start)
+            previous = self._slot(row, start - 1) if start else 0
+            assert not start or previous != UNWRITTEN, f"row {row_id} reads an unwritten slot"
+            for position in range(start, start + count):
+                previous = fake_kv(previous, row.tokens[position], position)
+                block = row.table[position // self.block_size]
+                self.device[block, position % self.block_size] = previous
+            self.num_computed_tokens += count
+
+    def _poison(self, row: _Row, start: int) -> None:
+        """Whatever stands where the row has computed nothing yet must not count."""
+        row.is_poisoned = True
+        for place in range(start // self.block_size, len(row.table)):
+            first = start % self.block_size if place == start // self.block_size else 0
+            self.device[row.table[place], first:] = UNWRITTEN
+
+    def _slot(self, row: _Row, position: int) -> int:
+        block = row.table[position // self.block_size]
+        return int(self.device[block, position % self.block_size])
+
+    def _sample(self, computed_row: int, row_id: int) -> int:
+        """The token for `row_id` from the logits at the end of `computed_row`."""
+        row = self.rows[row_id]
+        length = len(self.rows[computed_row].tokens)
+        assert length == len(row.tokens), f"rows {computed_row} and {row_id} differ in length"
+        slots = self.device[row.table].reshape(-1)[:length]
+        assert bool((slots != UNWRITTEN).all()), f"row {row_id} attends to an unwritten slot"
+        digest = int((slots * _weights(length)).sum(dtype=np.uint64))
+        new = row.new
+        return fake_token(digest, new.sampling, new.sample_index, length, self.vocab_size)
+
+    def _prompt_logprobs(
+        self, output: SchedulerOutput
+    ) -> dict[int, tuple[TokenLogprobs | None, ...]]:
+        entries: dict[int, tuple[TokenLogprobs | None, ...]] = {}
+        for row_id, start, count in zip(
+            output.rows.tolist(),
+            output.num_computed_tokens.tolist(),
+            output.num_scheduled_tokens.tolist(),
+            strict=True,
+        ):
+            row = self.rows[row_id]
+            end = min(start + count, row.new.num_prompt_tokens)
+            if row.new.sampling.prompt_logprobs is not None and start < end:
+                entries[row_id] = tuple(
+                    TokenLogprobs((row.tokens[p],), (-1.0,), 1) if p else None
+                    for p in range(start, end)
+                )
+        return entries
