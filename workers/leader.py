@@ -57,6 +57,20 @@ def load_engine(config: WorkerConfig, *, overlap: bool = False) -> LoadedEngine:
     return LoadedEngine(engine, runner, identity)
 
 
+def model_card(name: str, loaded: LoadedEngine) -> ModelCard:
+    """What a gateway must know of the model, which clients know by `name`."""
+    model = loaded.runner.model_info
+    return ModelCard(
+        model=name,
+        tokenizer_dir=model.tokenizer_dir,
+        identity=loaded.identity,
+        max_context=model.max_context,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        bos_token_id=model.bos_token_id,
+    )
+
+
 class Leader:
     """A serving replica; each object is one incarnation.
 
@@ -103,7 +117,7 @@ class Leader:
             block_bytes=loaded.runner.partition.kv_pool // loaded.runner.num_blocks,
         )
         self._reporter = Reporter(
-            self._engine, link, self.info, self._card(loaded), on_fence=self._on_fence
+            self._engine, link, self.info, model_card(model, loaded), on_fence=self._on_fence
         )
         self._engine.start(self._on_change)
         self._loop.submit(self._report_first()).result()
@@ -160,15 +174,3 @@ class Leader:
         if not self._ended.is_set():
             self._end_reason = reason
             self._ended.set()
-
-    def _card(self, loaded: LoadedEngine) -> ModelCard:
-        model = loaded.runner.model_info
-        return ModelCard(
-            model=self.info.model,
-            tokenizer_dir=model.tokenizer_dir,
-            identity=loaded.identity,
-            max_context=model.max_context,
-            vocab_size=model.vocab_size,
-            eos_token_ids=model.eos_token_ids,
-            bos_token_id=model.bos_token_id,
-        )
