@@ -36,6 +36,9 @@ class BuildKernels(build_ext):
         return []
 
     def build_extension(self, ext: Extension) -> None:
+        if ext is not kernels:
+            super().build_extension(ext)
+            return
         objects = self._compile("isa", "portable", [], [("PF_ISA", "portable")])
         present: list[tuple[str, str | None]] = []
         for name, flags in instruction_sets().items():
@@ -71,7 +74,18 @@ kernels = Extension(
     optional=os.environ.get("PAGEFLEET_REQUIRE_NATIVE") != "1",
 )
 
+# Collectives through shared memory: one source, no OpenMP.
+all_reduce = Extension(
+    name="pagefleet.kernels._all_reduce",
+    sources=[str(SOURCES / "all_reduce.cpp")],
+    depends=[str(SOURCES / "rank_group.h")],
+    language="c++",
+    extra_compile_args=[flag for flag in FLAGS if flag != "-fopenmp"],
+    extra_link_args=["-static-libstdc++"],
+    optional=os.environ.get("PAGEFLEET_REQUIRE_NATIVE") != "1",
+)
+
 setup(
-    ext_modules=[] if os.environ.get("PAGEFLEET_SKIP_NATIVE") == "1" else [kernels],
+    ext_modules=[] if os.environ.get("PAGEFLEET_SKIP_NATIVE") == "1" else [kernels, all_reduce],
     cmdclass={"build_ext": BuildKernels},
 )
