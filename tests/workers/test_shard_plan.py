@@ -1,11 +1,12 @@
 """How a model is cut over ranks."""
 
 import pytest
+
 from pagefleet.workers.shard_plan import (
     ModelDimensions,
-    Share,
     ShardError,
     ShardPlan,
+    Share,
     even_shares,
     head_shares,
 )
