@@ -39,7 +39,7 @@ class LlamaShape:
     rope_theta: float = 10_000.0
     eos_token_id: int = 2
     seed: int = 0
-    scale: float = 1.0
+    scale: float = 2.0
 
 
 def make_llama(folder: Path, shape: LlamaShape | None = None, **fields: object) -> Path:
@@ -87,8 +87,10 @@ def llama_tensors(shape: LlamaShape) -> dict[str, torch.Tensor]:
         spread = shape.scale * sizes[-1] ** -0.5 if spread is None else spread
         return torch.randn(*sizes, generator=generator) * spread
 
+    # A tied head would answer each token with itself if the layers could not outweigh it.
+    spread = 0.3 if shape.tied else 1.0
     tensors = {
-        "model.embed_tokens.weight": random(shape.vocab_size, width, spread=1.0),
+        "model.embed_tokens.weight": random(shape.vocab_size, width, spread=spread),
         "model.norm.weight": 1 + random(width, spread=0.1),
     }
     if not shape.tied:

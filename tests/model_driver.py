@@ -1,0 +1,207 @@
+"""Drives a real ModelRunner in tests: by the real scheduler, or by steps written by hand."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagefleet.protos.messages import (
+    CacheIdentity,
+    EngineRequest,
+    FinishReason,
+    SampleStart,
+    SamplingParams,
+    TokenLogprobs,
+    Usage,
+)
+from pagefleet.scheduler.config import PreemptionMode
+from pagefleet.scheduler.output import NewRow, SchedulerOutput
+from pagefleet.scheduler.scheduler import Scheduler
+from pagefleet.workers.config import WorkerConfig
+from pagefleet.workers.model_runner import ModelRunner
+
+IDENTITY = CacheIdentity("test", 0, "float32", 16)
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=32)
+
+
+def load_runner(folder: Path, **settings: object) -> ModelRunner:
+    """A runner of one thread and 64 blocks unless told otherwise."""
+    fields = {"num_blocks": 64, "num_threads": 1, "max_num_sequences": 16} | settings
+    return ModelRunner.load(WorkerConfig(model=str(folder), **fields))  # pyright: ignore
+
+
+def random_prompt(length: int, vocab_size: int, seed: int = 0) -> list[int]:
+    """Token ids that say nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (length,), generator=generator).tolist()
+
+
+@dataclass(slots=True)
+class Answer:
+    """All that one sample of a request was told."""
+
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    error: str = ""
+
+
+def make_request(
+    key: str, prompt: Sequence[int], sampling: SamplingParams = GREEDY, n: int = 1
+) -> EngineRequest:
+    """A request of n samples."""
+    starts = tuple(SampleStart(index) for index in range(n))
+    return EngineRequest(key, tuple(int(t) for t in prompt), sampling, starts)
+
+
+def serve(
+    runner: ModelRunner,
+    requests: Iterable[EngineRequest],
+    *,
+    num_blocks: int | None = None,
+    num_host_blocks: int = 0,
+    prefill_chunk: int | None = None,
+    max_num_batched_tokens: int = 512,
+    enable_prefix_caching: bool = True,
+    preemption_mode: PreemptionMode = PreemptionMode.RECOMPUTE,
+) -> dict[tuple[str, int], Answer]:
+    """Run all requests together to their ends; the pool is checked after every step.
+
+    num_blocks: of the scheduler's pool, at most the runner's; fewer forces preemption.
+    """
+    config = runner.config.scheduler_config(
+        num_blocks or runner.num_blocks, num_host_blocks, runner.model_info.max_context
+    )
+    config = replace(
+        config,
+        prefill_chunk=prefill_chunk,
+        max_num_batched_tokens=max_num_batched_tokens,
+        enable_prefix_caching=enable_prefix_caching,
+        preemption_mode=preemption_mode,
+    )
+    scheduler = Scheduler(config, IDENTITY, runner.model_info.eos_token_ids)
+    for request in requests:
+        scheduler.add_request(request, now=0.0)
+    return drain(runner, scheduler)
+
+
+def drain(runner: ModelRunner, scheduler: Scheduler) -> dict[tuple[str, int], Answer]:
+    """Step until nothing is left."""
+    answers: dict[tuple[str, int], Answer] = {}
+    steps = 0
+    while scheduler.has_unfinished():
+        steps += 1
+        assert steps < 50_000, "the scheduler does not come to an end"
+        output = scheduler.schedule(now=float(steps))
+        if output is None:
+            scheduler.copies_done(runner.poll_copies())
+        else:
+            scheduler.update(output, runner.execute(output), now=float(steps))
+        scheduler.check_integrity()
+        _collect(scheduler, answers)
+    return answers
+
+
+def _collect(scheduler: Scheduler, answers: dict[tuple[str, int], Answer]) -> None:
+    for delta in scheduler.take_deltas():
+        answer = answers.setdefault((delta.request_key, delta.index), Answer())
+        assert delta.first_position == len(answer.token_ids), f"{delta} is out of order"
+        answer.token_ids += delta.token_ids
+        answer.logprobs += delta.logprobs
+        answer.prompt_logprobs += delta.prompt_logprobs
+        answer.finish_reason = delta.finish_reason or answer.finish_reason
+        answer.usage = delta.usage or answer.usage
+        answer.error = delta.error or answer.error
+
+
+@dataclass(slots=True)
+class HandWritten:
+    """Steps without a scheduler: rows whose blocks lie in a random order over the pool."""
+
+    runner: ModelRunner
+    seed: int = 0
+    step: int = 0
+    free: list[int] = field(default_factory=list[int])
+
+    def __post_init__(self) -> None:
+        generator = np.random.default_rng(self.seed)
+        self.free = generator.permutation(self.runner.num_blocks).tolist()
+
+    def row(
+        self,
+        row: int,
+        prompt: Sequence[int],
+        sampling: SamplingParams = GREEDY,
+        num_blocks: int = 0,
+        sample_index: int = 0,
+        num_prompt_tokens: int | None = None,
+    ) -> NewRow:
+        """A new row with blocks for its prompt, or `num_blocks` if that is more."""
+        count = max(num_blocks, -(-len(prompt) // self.runner.config.block_size))
+        table = np.array([self.free.pop() for _ in range(count)], dtype=np.int32)
+        return NewRow(
+            row=row,
+            sequence_id=row,
+            token_ids=np.array(prompt, dtype=np.int32),
+            num_prompt_tokens=num_prompt_tokens or len(prompt),
+            block_table=table,
+            sampling=sampling,
+            sample_index=sample_index,
+        )
+
+    def output(
+        self,
+        scheduled: dict[int, tuple[int, int]],
+        new_rows: Sequence[NewRow] = (),
+        sample_rows: Sequence[int] | None = None,
+    ) -> SchedulerOutput:
+        """scheduled: row → (position of its first token, how many); all sample unless said."""
+        self.step += 1
+        rows = sorted(scheduled, key=lambda row: scheduled[row][1] != 1)
+        sampling = [row for row in rows if sample_rows is None or row in sample_rows]
+        return SchedulerOutput(
+            step=self.step,
+            rows=np.array(rows, dtype=np.int32),
+            num_scheduled_tokens=np.array([scheduled[r][1] for r in rows], dtype=np.int32),
+            num_computed_tokens=np.array([scheduled[r][0] for r in rows], dtype=np.int32),
+            sample_entries=np.array([rows.index(row) for row in sampling], dtype=np.int32),
+            sample_rows=np.array(sampling, dtype=np.int32),
+            new_rows=tuple(new_rows),
+        )
+
+
+@torch.inference_mode()
+def all_logits(
+    runner: ModelRunner, prompts: Sequence[Sequence[int]], chunk: int, seed: int = 0
+) -> list[Tensor]:
+    """float32 [len(prompt), vocab] of each prompt, all rows together, `chunk` tokens a step.
+
+    What is not computed yet is NaN in the pool, so reading a slot too early shows.
+    """
+    runner.storage.pool.fill_(float("nan"))
+    hand = HandWritten(runner, seed)
+    new_rows = [hand.row(row, prompt) for row, prompt in enumerate(prompts)]
+    parts: list[list[Tensor]] = [[] for _ in prompts]
+    done = [0] * len(prompts)
+    while any(done[row] < len(prompt) for row, prompt in enumerate(prompts)):
+        scheduled = {
+            row: (done[row], min(chunk, len(prompt) - done[row]))
+            for row, prompt in enumerate(prompts)
+            if done[row] < len(prompt)
+        }
+        output = hand.output(scheduled, new_rows)
+        new_rows = []
+        runner.batch.apply(output)
+        step = runner.batch.prepare(output)
+        hidden = runner.decoder.forward(step.token_ids, runner.storage.layers, step.metadata, None)
+        logits = runner.decoder.logits(hidden).clone()
+        sizes = output.num_scheduled_tokens.tolist()
+        for row, part in zip(output.rows.tolist(), logits.split(sizes), strict=True):
+            parts[row].append(part)
+            done[row] += len(part)
+    return [torch.cat(part) for part in parts]
