@@ -24,6 +24,7 @@ from benchmark_report import Row, print_rows, write_json
 from engine_workloads import SHAPES, WORKLOADS, Shape, Workload
 from peer_vllm import run_vllm
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from pagefleet.protos.messages import (
     CacheIdentity,
@@ -52,7 +53,7 @@ class Measured:
     preemptions: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Collector:
     """Receives deltas on the engine's thread until every sample has ended."""
 
@@ -152,7 +153,7 @@ class Transformers:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def run(self, workload: Workload, prompts: list[list[int]]) -> Measured | None:
-        if workload.pool_tokens is not None or not workload.prefix_caching:
+        if workload.same_as is not None:
             return None  # it has no pool that could be tight, and no prefix cache to turn off
         batch = torch.tensor(prompts).repeat_interleave(workload.n, dim=0)
         began = time.perf_counter()
@@ -209,15 +210,16 @@ def run_all(
     folder: Path, workloads: list[Workload], repeats: int, num_threads: int, vocab: int
 ) -> list[Row]:
     torch.set_num_threads(num_threads)
+    transformers_logging.disable_progress_bar()
     prompts = {workload.name: workload.prompts(vocab) for workload in workloads}
     theirs = _run_engine(Transformers(folder), workloads, prompts, repeats)
     gc.collect()  # its weights, before ours are measured
     ours = _run_engine(OurEngine(folder, num_threads), workloads, prompts, repeats)
     rows: list[Row] = []
     for workload in workloads:
-        our_run = ours[workload.name]
-        rows += compare(workload, our_run, theirs.get(workload.name), Transformers.name)
-        _print_equality(workload, our_run, theirs.get(workload.name))
+        our_run, their_run = ours[workload.name], theirs.get(workload.same_as or workload.name)
+        rows += compare(workload, our_run, their_run, Transformers.name)
+        _print_equality(workload, our_run, their_run)
     rows += _pool_and_cache_rows(workloads, ours)
     for name, seconds in run_vllm(folder, workloads, prompts, repeats).items():
         workload = next(workload for workload in workloads if workload.name == name)

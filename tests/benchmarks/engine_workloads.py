@@ -9,7 +9,8 @@ import numpy as np
 class Workload:
     """Prompts that start together. n: samples of each. shared: their common prefix, in tokens.
 
-    pool_tokens: size of the KV pool; None = large.
+    pool_tokens: size of the KV pool; None = large. same_as: the workload with the same prompts,
+    for what an engine without a pool or a prefix cache cannot tell apart.
     """
 
     name: str
@@ -20,6 +21,7 @@ class Workload:
     shared: int = 0
     prefix_caching: bool = True
     pool_tokens: int | None = None
+    same_as: str | None = None
 
     @property
     def num_generated(self) -> int:
@@ -27,7 +29,7 @@ class Workload:
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
         """Random ids, clear of the first few, where special tokens stand."""
-        generator = np.random.default_rng(sum(map(ord, self.name)))
+        generator = np.random.default_rng(sum(map(ord, self.same_as or self.name)))
         low = min(16, vocab_size // 2)
         shared = generator.integers(low, vocab_size, self.shared)
         own = (self.num_prompts, self.num_prompt_tokens - self.shared)
@@ -41,10 +43,10 @@ WORKLOADS = (
     Workload("batch32", 32, 128, 64),
     Workload("batch8long", 8, 1024, 64),
     Workload("prefix32", 32, 544, 32, shared=512),
-    Workload("prefix32-off", 32, 544, 32, shared=512, prefix_caching=False),
+    Workload("prefix32-off", 32, 544, 32, shared=512, prefix_caching=False, same_as="prefix32"),
     Workload("nsample", 8, 128, 64, n=4),
     Workload("loose", 16, 256, 128),
-    Workload("tight", 16, 256, 128, pool_tokens=3072),
+    Workload("tight", 16, 256, 128, pool_tokens=3072, same_as="loose"),
 )
 
 
