@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 import numpy as np
+
 from pagefleet.protos.messages import (
     CacheIdentity,
     EngineRequest,

@@ -15,6 +15,7 @@ from engine_fakes import (
     make_request,
     make_scheduler,
 )
+
 from pagefleet.protos.errors import InvalidArgument, Unavailable
 from pagefleet.protos.messages import EngineRequest, FinishReason, SequenceDelta
 from pagefleet.scheduler.output import CopyDone, CopyJob, CopyKind, SchedulerOutput
