@@ -241,6 +241,17 @@ class Scheduler:
         self._epoch += 1
         return num_dropped
 
+    def force_preemption(self) -> bool:
+        """Preempt whoever would be first, though there is room: for tests and fault drills.
+
+        To be called between steps. False: nobody may be preempted.
+        """
+        victim = self._choose_victim(1)
+        if victim is None:
+            return False
+        self._preempt(victim)
+        return True
+
     def check_integrity(self) -> None:
         """Compare all books with each other. Raises IntegrityError with what contradicts."""
         self._pool.check_integrity()

@@ -1,0 +1,98 @@
+"""What the scheduler's tests share: parts without a scheduler around them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from scheduler_harness import make_request
+
+from pagefleet.scheduler.block_pool import BlockPool
+from pagefleet.scheduler.content_index import ContentIndex
+from pagefleet.scheduler.kv_cache_manager import KVCacheManager
+from pagefleet.scheduler.request import Request, Sequence
+from pagefleet.scheduler.route_residency import RouteResidency
+from pagefleet.scheduler.running_batch import RunningBatch
+
+ROOT = bytes(16)
+
+
+@dataclass
+class Parts:
+    """A pool with its index and tables, and sequences admitted by hand."""
+
+    batch: RunningBatch
+    routes: RouteResidency
+    index: ContentIndex
+    pool: BlockPool
+    manager: KVCacheManager
+    num_sequences: int = 0
+
+    def sequence(self, prompt: int | list[int]) -> Sequence:
+        request = Request(make_request(prompt), self.num_sequences, 0.0, 4096, ROOT)
+        self.num_sequences += 1
+        return Sequence(self.num_sequences, request, 0, ())
+
+    def admit(self, prompt: int | list[int]) -> int | None:
+        """A row for a sequence whose whole prompt is computed."""
+        sequence = self.sequence(prompt)
+        if self.manager.num_blocks_for(len(sequence.token_ids)) > self.pool.num_free:
+            return None
+        row = self.manager.admit(sequence, self.manager.no_prefix(), publishes=True)
+        self.batch.num_computed[row] = self.batch.num_tokens[row]
+        return row
+
+    def fork(self, row: int) -> int:
+        parent = self.batch.sequence(row)
+        child = Sequence(self.num_sequences + 1, parent.request, 1, ())
+        self.num_sequences += 1
+        return self.manager.fork(row, child, int(self.batch.num_computed[row]))
+
+    def append(self, row: int, count: int = 1) -> bool:
+        """Write tokens at the row's end. False: there was no block for the next one."""
+        for _ in range(count):
+            rows = np.array([row], dtype=np.int32)
+            if len(self.manager.needs_block(rows)):
+                blocks = self.pool.allocate(1)
+                if blocks is None:
+                    return False
+                self.manager.append([row], blocks)
+            elif self.manager.shared_tails(rows):
+                self.copies.append(self.manager.copy_on_write(row, fence=0))
+            self.batch.num_tokens[row] += 1
+            self.batch.num_computed[row] += 1
+        return True
+
+    def __post_init__(self) -> None:
+        self.copies = []
+
+    def num_stored(self) -> int:
+        """Positions in referenced blocks that hold KV, a shared one counted once."""
+        fill: dict[int, int] = {}
+        size = self.manager.block_size
+        for row in self.batch.rows():
+            computed = int(self.batch.num_computed[row])
+            for place, block in enumerate(self.manager.blocks(row)):
+                used = min(size, computed - place * size)
+                fill[block] = max(used, fill.get(block, 0))
+        return sum(fill.values())
+
+    def num_slots(self) -> int:
+        """Positions that the referenced blocks could hold."""
+        return self.pool.stats().referenced * self.manager.block_size
+
+    def check(self) -> None:
+        for part in (self.pool, self.index, self.batch, self.manager):
+            part.check_integrity()
+
+
+def make_parts(num_blocks: int, block_size: int, num_rows: int = 8, hash_bits: int = 128) -> Parts:
+    batch = RunningBatch(num_rows, 4096)
+    routes = RouteResidency()
+    index = ContentIndex(num_blocks, routes, hash_bits)
+    pool = BlockPool(num_blocks, index)
+    return Parts(batch, routes, index, pool, KVCacheManager(batch, pool, index, block_size))
+
+
+@pytest.fixture
+def parts_factory():
+    return make_parts
