@@ -46,16 +46,26 @@ class Generation:
     """
 
     def __init__(
-        self, request_id: str, model: ServedModel, prompt: Sequence[int], seed: int
+        self,
+        request_id: str,
+        model: ServedModel,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
     ) -> None:
         self.request_id = request_id
         self.model = model
         self.prompt_token_ids = prompt
-        self.seed = seed
+        self.sampling = sampling
         self._deltas: list[OutputDelta] = []
         self._error: PagefleetError | None = None
         self._wakeup = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def seed(self) -> int:
+        """The client's, or the one drawn for it."""
+        assert self.sampling.seed is not None, "an unset seed is drawn before"
+        return self.sampling.seed
 
     def start(self, run: Coroutine[object, object, None]) -> None:
         """Begin; `run` puts the deltas."""
@@ -173,10 +183,9 @@ class Gateway:
         sampling = call.sampling
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbits(64))
-        assert sampling.seed is not None, "it was just drawn"
         request_id = call.request_id or f"req-{secrets.token_hex(12)}"
-        generation = Generation(request_id, model, prompt.token_ids, sampling.seed)
-        run = self._make_run(call, sampling, generation, arrived, deadline)
+        generation = Generation(request_id, model, prompt.token_ids, sampling)
+        run = self._make_run(call, generation, arrived, deadline)
         generation.start(self._supervise(generation, call.tenant, run, deadline))
         return generation
 
@@ -219,7 +228,6 @@ class Gateway:
     def _make_run(
         self,
         call: GenerateCall,
-        sampling: SamplingParams,
         generation: Generation,
         arrived: float,
         deadline: float | None,
@@ -228,7 +236,7 @@ class Gateway:
             call,
             generation.model,
             generation.prompt_token_ids,
-            sampling,
+            generation.sampling,
             request_key=f"{self.gateway_id}-{next(self._counter)}",
             gateway_id=self.gateway_id,
             arrived=arrived,

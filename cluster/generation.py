@@ -122,3 +122,14 @@ def _join(first: OutputDelta, second: OutputDelta) -> OutputDelta:
         finish_reason=second.finish_reason,
         usage=second.usage,
     )
+
+
+def best_tokens(entry: TokenLogprobs, num_best: int) -> list[tuple[int, float]]:
+    """The best tokens of a position and their log-probabilities, best first.
+
+    Engines send the chosen token first and the others without it; here it stands in its rank.
+    """
+    chosen, *best = zip(entry.token_ids, entry.logprobs, strict=True)
+    if entry.rank <= num_best:
+        best.insert(entry.rank - 1, chosen)
+    return best[:num_best]

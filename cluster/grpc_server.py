@@ -178,7 +178,7 @@ def _handlers(servicer: InferenceServicer) -> grpc.GenericRpcHandler:
 
 def _unary(
     method: _Unary[RequestT, ResponseT], request_type: type[RequestT]
-) -> grpc.RpcMethodHandler[RequestT | Malformed, ResponseT]:
+) -> "grpc.RpcMethodHandler[RequestT | Malformed, ResponseT]":
     async def answer(request: RequestT | Malformed, context: Context) -> ResponseT | None:
         try:
             return await method(_well_formed(request), context)
@@ -194,7 +194,7 @@ def _unary(
 
 def _streaming(
     method: _Stream[RequestT], request_type: type[RequestT]
-) -> grpc.RpcMethodHandler[RequestT | Malformed, Message]:
+) -> "grpc.RpcMethodHandler[RequestT | Malformed, Message]":
     async def answer(request: RequestT | Malformed, context: Context) -> None:
         try:
             await method(_well_formed(request), context)

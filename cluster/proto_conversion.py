@@ -25,6 +25,7 @@ from .generation import (
     Prompt,
     TextPrompt,
     TokenPrompt,
+    best_tokens,
 )
 from .model_catalog import ServedModel
 
@@ -123,46 +124,38 @@ def response_to_proto(
     response = pb.GenerateResponse(
         request_id=generation.request_id,
         model=generation.model.card.model,
-        outputs=[_output_to_proto(delta) for delta in deltas],
+        outputs=[_output_to_proto(delta, generation.sampling) for delta in deltas],
         seed=generation.seed if is_first else None,
     )
     for delta in deltas:
         for position, entry in enumerate(delta.prompt_logprobs):
             token_id = generation.prompt_token_ids[position]
             response.prompt_logprobs.append(
-                pb.TokenLogprobs(token_id=token_id) if entry is None else _logprobs_to_proto(entry)
+                pb.TokenLogprobs(token_id=token_id)
+                if entry is None
+                else _logprobs_to_proto(entry, generation.sampling.prompt_logprobs)
             )
     return response
 
 
-def _output_to_proto(delta: OutputDelta) -> pb.Output:
+def _output_to_proto(delta: OutputDelta, sampling: SamplingParams) -> pb.Output:
     return pb.Output(
         index=delta.index,
         token_ids=delta.token_ids,
         text=delta.text,
-        logprobs=[_logprobs_to_proto(entry) for entry in delta.logprobs],
+        logprobs=[_logprobs_to_proto(entry, sampling.logprobs) for entry in delta.logprobs],
         finish_reason=delta.finish_reason.value if delta.finish_reason is not None else "",
         usage=_usage_to_proto(delta.usage) if delta.usage is not None else None,
     )
 
 
-def _logprobs_to_proto(entry: TokenLogprobs) -> pb.TokenLogprobs:
-    """The engine sends the token first, then the best ones without it; clients get a plain top."""
-    pairs = list(zip(entry.token_ids, entry.logprobs, strict=True))
+def _logprobs_to_proto(entry: TokenLogprobs, num_best: int | None) -> pb.TokenLogprobs:
     return pb.TokenLogprobs(
-        token_id=pairs[0][0],
-        logprob=pairs[0][1],
+        token_id=entry.token_ids[0],
+        logprob=entry.logprobs[0],
         rank=entry.rank,
-        top=[pb.TopLogprob(token_id=t, logprob=p) for t, p in ranked(entry)],
+        top=[pb.TopLogprob(token_id=i, logprob=p) for i, p in best_tokens(entry, num_best or 0)],
     )
-
-
-def ranked(entry: TokenLogprobs) -> list[tuple[int, float]]:
-    """The best tokens of a position, best first; the chosen one among them if it is one."""
-    chosen, *best = zip(entry.token_ids, entry.logprobs, strict=True)
-    if best and entry.rank <= len(best) + 1:
-        best.insert(entry.rank - 1, chosen)
-    return best
 
 
 def _usage_to_proto(usage: GenerationUsage) -> pb.Usage:

@@ -13,6 +13,9 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from pagefleet.cluster.chat_template import ChatTemplate
+from pagefleet.cluster.gateway import Gateway, Generation
+from pagefleet.cluster.generation import GenerateCall, merge_deltas
+from pagefleet.cluster.generation_run import RetryPolicy
 from pagefleet.cluster.tokenizer import Tokenizer
 from pagefleet.protos.errors import Overloaded, Unavailable
 from pagefleet.protos.messages import (
@@ -413,3 +416,55 @@ def load_fake_tokenizer(folder: Path) -> Tokenizer:
             return make_tokenizer(template=None)
         case _:
             return TOKENIZER
+
+
+class FakeCluster:
+    """Two leaders, a controller and a gateway; nothing may be left over at the end."""
+
+    def __init__(self, **gateway_options: object) -> None:
+        self.leaders = [FakeLeader("r0"), FakeLeader("r1")]
+        self.controller = FakeController(self.leaders)
+        quick = RetryPolicy(patience_s=0.5, pause_s=0.01)
+        options: dict[str, object] = {"retry": quick} | gateway_options
+        self.gateway = Gateway("gw", self.controller, load_tokenizer=load_fake_tokenizer, **options)
+
+    async def __aenter__(self) -> "FakeCluster":
+        for leader in self.leaders:
+            await leader.start()
+        await self.gateway.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self.gateway.num_running == 0
+        assert self.gateway._reservations.num_waiting == 0
+        await self.gateway.close()
+        assert not self.controller.queue
+        for leader in self.leaders:
+            await leader.stop()
+
+    @property
+    def engine(self):
+        return self.leaders[0].engine
+
+    def say(self, text: str) -> None:
+        for leader in self.leaders:
+            leader.engine.script = text_script(text)
+
+    async def run(self, call: GenerateCall):
+        """All of a call's output, by sample."""
+        return merge_deltas(await collect(await self.gateway.generate(call)))
+
+
+async def collect(generation: Generation):
+    return [delta async for batch in generation for delta in batch]
+
+
+async def until(condition, *events: asyncio.Event) -> None:
+    """Wait for a state that is announced by any of the events."""
+    while not condition():
+        for event in events:
+            event.clear()
+        waits = [asyncio.ensure_future(event.wait()) for event in events]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED, timeout=5)
+        for wait in waits:
+            wait.cancel()

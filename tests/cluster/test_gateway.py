@@ -6,15 +6,13 @@ import pytest
 from gateway_fakes import (
     MAX_CONTEXT,
     TOKENIZER,
-    FakeController,
-    FakeLeader,
+    FakeCluster,
+    collect,
     ids_of,
-    load_fake_tokenizer,
     make_card,
-    text_script,
+    until,
 )
 
-from pagefleet.cluster.gateway import Gateway, Generation
 from pagefleet.cluster.generation import (
     ChatPrompt,
     GenerateCall,
@@ -22,68 +20,14 @@ from pagefleet.cluster.generation import (
     TokenPrompt,
     merge_deltas,
 )
-from pagefleet.cluster.generation_run import RetryPolicy
 from pagefleet.protos import errors
 from pagefleet.protos.messages import FinishReason, Refused, SamplingParams
-
-QUICK = RetryPolicy(patience_s=0.5, pause_s=0.01)
-
-
-class Cluster:
-    """Two leaders, a controller and a gateway; nothing may be left over at the end."""
-
-    def __init__(self, **gateway_options: object) -> None:
-        self.leaders = [FakeLeader("r0"), FakeLeader("r1")]
-        self.controller = FakeController(self.leaders)
-        options: dict[str, object] = {"retry": QUICK} | gateway_options
-        self.gateway = Gateway("gw", self.controller, load_tokenizer=load_fake_tokenizer, **options)
-
-    async def __aenter__(self) -> "Cluster":
-        for leader in self.leaders:
-            await leader.start()
-        await self.gateway.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self.gateway.num_running == 0
-        assert self.gateway._reservations.num_waiting == 0
-        await self.gateway.close()
-        assert not self.controller.queue
-        for leader in self.leaders:
-            await leader.stop()
-
-    @property
-    def engine(self):
-        return self.leaders[0].engine
-
-    def say(self, text: str) -> None:
-        for leader in self.leaders:
-            leader.engine.script = text_script(text)
-
-    async def run(self, call: GenerateCall):
-        """All of a call's output, by sample."""
-        return merge_deltas(await collect(await self.gateway.generate(call)))
 
 
 @pytest.fixture
 async def cluster():
-    async with Cluster() as made:
+    async with FakeCluster() as made:
         yield made
-
-
-async def collect(generation: Generation):
-    return [delta async for batch in generation for delta in batch]
-
-
-async def until(condition, *events: asyncio.Event) -> None:
-    """Wait for a state that is announced by any of the events."""
-    while not condition():
-        for event in events:
-            event.clear()
-        waits = [asyncio.ensure_future(event.wait()) for event in events]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED, timeout=5)
-        for wait in waits:
-            wait.cancel()
 
 
 def call(prompt: str = "hello", **sampling: object) -> GenerateCall:
@@ -249,14 +193,14 @@ async def test_an_empty_text_with_bos_is_a_prompt(cluster):
 
 
 async def test_an_empty_text_without_bos_is_refused():
-    async with Cluster() as cluster:
+    async with FakeCluster() as cluster:
         cluster.controller.cards = (make_card(tokenizer_dir="/no-bos"),)
         with pytest.raises(errors.InvalidArgument):
             await cluster.gateway.generate(call(""))
 
 
 async def test_a_chat_without_a_template_is_refused():
-    async with Cluster() as cluster:
+    async with FakeCluster() as cluster:
         cluster.controller.cards = (make_card(tokenizer_dir="/no-chat"),)
         with pytest.raises(errors.InvalidArgument, match="no chat template"):
             await cluster.gateway.generate(GenerateCall(ChatPrompt([{"role": "u"}])))

@@ -1,0 +1,329 @@
+"""A typed Python client of `pagefleet.v1.Inference`, sync and async.
+
+    with Client("localhost:50051") as client:
+        for part in client.stream("The sea is", SamplingParams(max_tokens=32)):
+            print(part.text, end="", flush=True)
+
+Errors of the server are raised as the classes of `pagefleet.protos.errors`. Knows the public
+proto only; it needs nothing of a cluster but its address.
+"""
+
+from collections.abc import AsyncGenerator, Generator, Sequence
+from types import TracebackType
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from ..protos import inference_pb2 as pb
+from ..protos.messages import SamplingParams
+from .client_messages import (
+    Chat,
+    ChatMessage,
+    Completion,
+    Logprobs,
+    Model,
+    Output,
+    Prompt,
+    RequestOptions,
+    completion_from,
+    deserializer,
+    error_of,
+    generate_request,
+    model_from,
+    serialize,
+    tenant_metadata,
+    tokenize_request,
+)
+from .grpc_errors import Metadata
+
+__all__ = [
+    "AsyncClient",
+    "Chat",
+    "Client",
+    "Completion",
+    "Logprobs",
+    "Model",
+    "Output",
+    "RequestOptions",
+    "SamplingParams",
+]
+
+_SERVICE = f"/{pb.DESCRIPTOR.services_by_name['Inference'].full_name}/"
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+)
+
+ResponseT = TypeVar("ResponseT", bound=Message)
+
+
+class Client:
+    """Blocking calls. One channel, to be used from any number of threads."""
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        tenant: str = "",
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self._metadata = tenant_metadata(tenant)
+        self._channel = (
+            grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
+            if credentials is None
+            else grpc.secure_channel(target, credentials, options=_CHANNEL_OPTIONS)
+        )
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the channel."""
+        self._channel.close()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        model: str = "",
+        timeout_s: float | None = None,
+        options: RequestOptions | None = None,
+    ) -> Completion:
+        """The whole answer."""
+        request, metadata = generate_request(prompt, sampling, model, options)
+        reply = self._call("Generate", request, pb.GenerateResponse, timeout_s, metadata)
+        return completion_from(reply)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        model: str = "",
+        timeout_s: float | None = None,
+        options: RequestOptions | None = None,
+    ) -> Generator[Completion]:
+        """The answer as it comes. Closing the iterator cancels the request."""
+        request, metadata = generate_request(prompt, sampling, model, options)
+        method = self._channel.unary_stream(
+            f"{_SERVICE}GenerateStream",
+            request_serializer=pb.GenerateRequest.SerializeToString,
+            response_deserializer=pb.GenerateResponse.FromString,
+        )
+        call = method(request, timeout=timeout_s, metadata=(*self._metadata, *metadata))
+        try:
+            for response in call:
+                yield completion_from(response)
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+        finally:
+            call.cancel()
+
+    def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        sampling: SamplingParams | None = None,
+        *,
+        model: str = "",
+        timeout_s: float | None = None,
+        options: RequestOptions | None = None,
+    ) -> Completion:
+        """The assistant's answer to a conversation."""
+        return self.generate(
+            Chat(messages), sampling, model=model, timeout_s=timeout_s, options=options
+        )
+
+    def tokenize(
+        self, prompt: str | Chat, *, model: str = "", add_special_tokens: bool = True
+    ) -> list[int]:
+        """The token ids a prompt becomes."""
+        request = tokenize_request(prompt, model, add_special_tokens)
+        return list(self._call("Tokenize", request, pb.TokenizeResponse).token_ids)
+
+    def detokenize(
+        self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True
+    ) -> str:
+        """The text of token ids."""
+        request = pb.DetokenizeRequest(
+            model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
+        )
+        return self._call("Detokenize", request, pb.DetokenizeResponse).text
+
+    def models(self) -> list[Model]:
+        """The models that have a replica."""
+        reply = self._call("ListModels", pb.ListModelsRequest(), pb.ListModelsResponse)
+        return [model_from(model) for model in reply.models]
+
+    def cluster_state(self) -> pb.GetClusterStateResponse:
+        """Every replica with the blocks of its pools."""
+        request = pb.GetClusterStateRequest()
+        return self._call("GetClusterState", request, pb.GetClusterStateResponse)
+
+    def cancel(self, request_id: str) -> int:
+        """End one's requests of that id; how many there were."""
+        request = pb.CancelRequest(request_id=request_id)
+        return self._call("Cancel", request, pb.CancelResponse).num_cancelled
+
+    def _call(
+        self,
+        name: str,
+        request: Message,
+        response_type: type[ResponseT],
+        timeout_s: float | None = None,
+        metadata: Metadata = (),
+    ) -> ResponseT:
+        method = self._channel.unary_unary(
+            f"{_SERVICE}{name}",
+            request_serializer=serialize,
+            response_deserializer=deserializer(response_type),
+        )
+        try:
+            return method(request, timeout=timeout_s, metadata=(*self._metadata, *metadata))
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+
+
+class AsyncClient:
+    """The same for asyncio. Make it inside the loop that uses it."""
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        tenant: str = "",
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self._metadata = tenant_metadata(tenant)
+        self._channel = (
+            grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+            if credentials is None
+            else grpc.aio.secure_channel(target, credentials, options=_CHANNEL_OPTIONS)
+        )
+
+    async def __aenter__(self) -> "AsyncClient":
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        model: str = "",
+        timeout_s: float | None = None,
+        options: RequestOptions | None = None,
+    ) -> Completion:
+        """The whole answer."""
+        request, metadata = generate_request(prompt, sampling, model, options)
+        reply = await self._call("Generate", request, pb.GenerateResponse, timeout_s, metadata)
+        return completion_from(reply)
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        model: str = "",
+        timeout_s: float | None = None,
+        options: RequestOptions | None = None,
+    ) -> AsyncGenerator[Completion]:
+        """The answer as it comes. Closing the iterator cancels the request."""
+        request, metadata = generate_request(prompt, sampling, model, options)
+        method = self._channel.unary_stream(
+            f"{_SERVICE}GenerateStream",
+            request_serializer=pb.GenerateRequest.SerializeToString,
+            response_deserializer=pb.GenerateResponse.FromString,
+        )
+        call = method(request, timeout=timeout_s, metadata=(*self._metadata, *metadata))
+        try:
+            async for response in call:
+                yield completion_from(response)
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+        finally:
+            call.cancel()
+
+    async def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        sampling: SamplingParams | None = None,
+        *,
+        model: str = "",
+        timeout_s: float | None = None,
+        options: RequestOptions | None = None,
+    ) -> Completion:
+        """The assistant's answer to a conversation."""
+        return await self.generate(
+            Chat(messages), sampling, model=model, timeout_s=timeout_s, options=options
+        )
+
+    async def tokenize(
+        self, prompt: str | Chat, *, model: str = "", add_special_tokens: bool = True
+    ) -> list[int]:
+        """The token ids a prompt becomes."""
+        request = tokenize_request(prompt, model, add_special_tokens)
+        return list((await self._call("Tokenize", request, pb.TokenizeResponse)).token_ids)
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True
+    ) -> str:
+        """The text of token ids."""
+        request = pb.DetokenizeRequest(
+            model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
+        )
+        return (await self._call("Detokenize", request, pb.DetokenizeResponse)).text
+
+    async def models(self) -> list[Model]:
+        """The models that have a replica."""
+        reply = await self._call("ListModels", pb.ListModelsRequest(), pb.ListModelsResponse)
+        return [model_from(model) for model in reply.models]
+
+    async def cluster_state(self) -> pb.GetClusterStateResponse:
+        """Every replica with the blocks of its pools."""
+        request = pb.GetClusterStateRequest()
+        return await self._call("GetClusterState", request, pb.GetClusterStateResponse)
+
+    async def cancel(self, request_id: str) -> int:
+        """End one's requests of that id; how many there were."""
+        request = pb.CancelRequest(request_id=request_id)
+        return (await self._call("Cancel", request, pb.CancelResponse)).num_cancelled
+
+    async def _call(
+        self,
+        name: str,
+        request: Message,
+        response_type: type[ResponseT],
+        timeout_s: float | None = None,
+        metadata: Metadata = (),
+    ) -> ResponseT:
+        method = self._channel.unary_unary(
+            f"{_SERVICE}{name}",
+            request_serializer=serialize,
+            response_deserializer=deserializer(response_type),
+        )
+        try:
+            return await method(request, timeout=timeout_s, metadata=(*self._metadata, *metadata))
+        except grpc.RpcError as error:
+            raise error_of(error) from error

@@ -1,0 +1,89 @@
+"""Sampling values and fields that no engine may see, each with the field it is blamed on."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from pagefleet.cluster.generation import GenerateCall, TextPrompt
+from pagefleet.cluster.validation import RequestLimits, check_call
+from pagefleet.protos.errors import InvalidArgument
+from pagefleet.protos.messages import AdmissionClass, SamplingParams
+
+CALL = GenerateCall(TextPrompt("x"))
+NAN, INF = math.nan, math.inf
+
+
+def check(**sampling: object) -> None:
+    check_call(replace(CALL, sampling=SamplingParams(**sampling)), RequestLimits())
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("max_tokens", [-1, 2**32]),
+        ("min_tokens", [-1]),
+        ("temperature", [-0.1, NAN, INF, -INF, 1e30]),
+        ("top_k", [-1, 2**31]),
+        ("top_p", [0.0, -0.5, 1.1, NAN, INF]),
+        ("min_p", [-0.1, 1.1, NAN]),
+        ("seed", [-1, 2**64]),
+        ("n", [0, -1, 129, 4096]),
+        ("repetition_penalty", [0.0, -1.0, NAN, INF, 11.0]),
+        ("presence_penalty", [-3.0, 2.5, NAN]),
+        ("frequency_penalty", [-3.0, 2.5, INF]),
+        ("logprobs", [-1, 21]),
+        ("prompt_logprobs", [-1, 21]),
+        ("logit_bias", [((1, NAN),), ((1, 101.0),), tuple((i, 0.0) for i in range(2000))]),
+        ("stop", [("",), ("a",) * 65, ("x" * 5000,), ("\ud800",)]),
+        ("stop_token_ids", [tuple(range(300))]),
+    ],
+)
+def test_absurd_sampling_is_refused(field, values):
+    for value in values:
+        with pytest.raises(InvalidArgument) as caught:
+            check(**{field: value})
+        assert caught.value.field == f"sampling.{field}", value
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": 1},
+        {"max_tokens": 2**31},
+        {"temperature": 0.0},
+        {"temperature": 1e-9},
+        {"temperature": 1e-4},
+        {"seed": 0},
+        {"seed": 2**64 - 1},
+        {"n": 128},
+        {"presence_penalty": -2.0, "frequency_penalty": 2.0, "repetition_penalty": 1e-3},
+        {"top_p": 1e-9, "top_k": 1, "min_p": 1.0},
+        {"logprobs": 0, "prompt_logprobs": 20},
+    ],
+)
+def test_extreme_but_sound_sampling_passes(sampling):
+    check(**sampling)
+
+
+def test_min_tokens_beyond_max_tokens_is_refused():
+    with pytest.raises(InvalidArgument, match="min_tokens"):
+        check(min_tokens=3, max_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"request_id": "x" * 257}, "request_id"),
+        ({"request_id": "\ud83d"}, "request_id"),
+        ({"cache_salt": "x" * 257}, "cache_salt"),
+        ({"priority": 2**31}, "priority"),
+        ({"admission_class": AdmissionClass.GUARANTEED}, "sampling.max_tokens"),
+        ({"resume_token_ids": (1,), "sampling": SamplingParams(n=2)}, "resume_token_ids"),
+    ],
+)
+def test_other_fields(change, field):
+    with pytest.raises(InvalidArgument) as caught:
+        check_call(replace(CALL, **change), RequestLimits())
+    assert caught.value.field == field
