@@ -15,17 +15,24 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from ..protos.messages import ClusterState, ReplicaInfo, ReplicaState
+from ..protos.messages import ReplicaInfo
 from .replica import RayReplica, Replica, ReplicaFailed, ReplicaSpec
 
 logger = logging.getLogger(__name__)
 
 
-class DeathRegister(Protocol):
+_MAX_REMEMBERED_DEAD = 1000  # one may be declared dead before its start has returned
+
+
+class ControllerNotices(Protocol):
     """What a supervisor asks of, and tells, the controller."""
 
-    async def dead_incarnations(self) -> frozenset[str]:
-        """Incarnations declared dead, among those still remembered."""
+    async def take_dead(self) -> frozenset[str]:
+        """Incarnations declared dead since the last call."""
+        ...
+
+    async def replica_draining(self, info: ReplicaInfo) -> None:
+        """This incarnation is to get no new requests."""
         ...
 
     async def replica_gone(self, info: ReplicaInfo) -> None:
@@ -57,18 +64,21 @@ class Supervisor:
         self,
         specs: Sequence[ReplicaSpec],
         create: Callable[[ReplicaSpec], Replica],
-        register: DeathRegister,
+        notices: ControllerNotices,
         *,
         poll_s: float = 1.0,
         backoff_s: float = 1.0,
         max_backoff_s: float = 30.0,
+        start_timeout_s: float = 1800.0,
     ) -> None:
         self._specs = tuple(specs)
         self._create = create
-        self._register = register
+        self._notices = notices
         self._poll_s = poll_s
         self._backoff_s = backoff_s
         self._max_backoff_s = max_backoff_s
+        self._start_timeout_s = start_timeout_s
+        self._dead: dict[str, None] = {}  # incarnations, oldest first
         self._keepers: list[_Keeper] = []
         self._tasks: list[asyncio.Task[None]] = []
         self.num_restarts = 0
@@ -77,7 +87,7 @@ class Supervisor:
         """Start every replica; raises ReplicaFailed if one cannot be started at first."""
         self._keepers = [_Keeper(spec) for spec in self._specs]
         self._tasks = [asyncio.create_task(self._keep(keeper)) for keeper in self._keepers]
-        self._tasks.append(asyncio.create_task(self._watch_register()))
+        self._tasks.append(asyncio.create_task(self._watch_for_dead()))
         return tuple(await asyncio.gather(*(keeper.first_start for keeper in self._keepers)))
 
     def infos(self) -> tuple[ReplicaInfo, ...]:
@@ -87,11 +97,15 @@ class Supervisor:
     async def stop(self, drain_s: float = 0.0) -> None:
         """Let streams finish for up to `drain_s`, then end every replica for certain."""
         if drain_s > 0.0:
-            serving = [k.replica for k in self._keepers if k.replica is not None and k.info]
-            await asyncio.gather(*(replica.drain(drain_s) for replica in serving))
+            await asyncio.gather(*(self._drain(keeper, drain_s) for keeper in self._keepers))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _drain(self, keeper: _Keeper, drain_s: float) -> None:
+        if keeper.replica is not None and keeper.info is not None:
+            await self._notices.replica_draining(keeper.info)
+            await keeper.replica.drain(drain_s)
 
     async def _keep(self, keeper: _Keeper) -> None:
         """One incarnation after the other."""
@@ -112,7 +126,10 @@ class Supervisor:
     async def _live(self, keeper: _Keeper, replica: Replica) -> bool:
         """One incarnation from start to end; False if it never served."""
         try:
-            info = await replica.start()
+            info = await asyncio.wait_for(replica.start(), self._start_timeout_s)
+        except TimeoutError:
+            logger.error("replica %s did not start in time", keeper.spec.replica_id)
+            return False
         except ReplicaFailed as error:
             logger.error("replica %s did not start: %s", keeper.spec.replica_id, error)
             if not keeper.first_start.done():
@@ -141,14 +158,17 @@ class Supervisor:
                 logger.error("replica %s cannot be ended: %s", keeper.spec.replica_id, error)
                 await asyncio.sleep(self._backoff_s)
         if info is not None:
-            await self._register.replica_gone(info)
+            await self._notices.replica_gone(info)
 
-    async def _watch_register(self) -> None:
+    async def _watch_for_dead(self) -> None:
         while True:
             await asyncio.sleep(self._poll_s)
-            dead = await self._register.dead_incarnations()
+            for incarnation in await self._notices.take_dead():
+                self._dead[incarnation] = None
+                while len(self._dead) > _MAX_REMEMBERED_DEAD:
+                    del self._dead[next(iter(self._dead))]
             for keeper in self._keepers:
-                if keeper.info is not None and keeper.info.incarnation in dead:
+                if keeper.info is not None and keeper.info.incarnation in self._dead:
                     keeper.declared_dead.set()
 
 
@@ -173,24 +193,30 @@ async def _to_the_end(work: Coroutine[object, object, None]) -> None:
         raise
 
 
-class RayDeathRegister:
+class RayControllerNotices:
     """The controller behind its actor handle; silent while it restarts."""
 
     def __init__(self, controller: "ActorHandle[object]") -> None:
         self._controller = controller
 
-    async def dead_incarnations(self) -> frozenset[str]:
-        """See DeathRegister."""
+    async def take_dead(self) -> frozenset[str]:
+        """See ControllerNotices."""
+        call = self._controller.dead_replicas.remote()
         try:
-            reply = cast(Awaitable[ClusterState], self._controller.cluster_state.remote())
-            state = await reply
+            dead = await cast(Awaitable[tuple[ReplicaInfo, ...]], call)
         except RayError:
             return frozenset()
-        return frozenset(r.incarnation for r in state.replicas if r.state is ReplicaState.DEAD)
+        return frozenset(info.incarnation for info in dead)
+
+    async def replica_draining(self, info: ReplicaInfo) -> None:
+        """See ControllerNotices."""
+        call = self._controller.drain.remote(info.replica_id)
+        with contextlib.suppress(RayError):
+            await cast(Awaitable[bool], call)
 
     async def replica_gone(self, info: ReplicaInfo) -> None:
-        """See DeathRegister."""
-        call = self._controller.replica_failed.remote(info.replica_id, info.incarnation)
+        """See ControllerNotices."""
+        call = self._controller.declare_dead.remote(info.replica_id)
         with contextlib.suppress(RayError):
             await cast(Awaitable[None], call)
 
@@ -202,7 +228,7 @@ class SupervisorActor:
         def create(spec: ReplicaSpec) -> Replica:
             return RayReplica(spec, controller)
 
-        self._supervisor = Supervisor(specs, create, RayDeathRegister(controller))
+        self._supervisor = Supervisor(specs, create, RayControllerNotices(controller))
 
     async def start(self) -> tuple[ReplicaInfo, ...]:
         """Start every replica; raises ReplicaFailed if one cannot be started."""
