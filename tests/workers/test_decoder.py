@@ -56,7 +56,8 @@ def test_logits_equal_transformers_for_any_shape(
     shape = LlamaShape(
         num_heads=8, num_kv_heads=num_kv_heads, head_dim=head_dim, tied=tied, num_layers=3
     )
-    folder = make_llama(tmp_path / "model", shape, intermediate_size=172, hidden_size=96)
+    # Weights of this size keep rounding errors of float32 themselves below the tolerance.
+    folder = make_llama(tmp_path / "model", shape, intermediate_size=172, hidden_size=96, scale=1.0)
     prompts = [random_prompt(length, shape.vocab_size, length) for length in (2, 33, 250)]
     expected = transformers_logits(folder, prompts)
     for block_size in (1, 16, 32):

@@ -1,0 +1,118 @@
+"""How memory is divided, by each of the three ways to say it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from factories import make_llama
+from model_driver import load_runner
+
+from pagefleet.workers import memory
+from pagefleet.workers.config import WorkerConfig
+from pagefleet.workers.memory import MemoryPartition, NotEnoughMemory, plan_memory
+from pagefleet.workers.models.config import DecoderConfig, read_config
+
+MIB = 2**20
+CONFIG = WorkerConfig(model="unused", max_num_sequences=4, max_num_batched_tokens=64)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> DecoderConfig:
+    return read_config(make_llama(tmp_path / "model"))
+
+
+@pytest.fixture(autouse=True)
+def one_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda: 1024 * MIB)
+
+
+def plan(
+    model: DecoderConfig, config: WorkerConfig = CONFIG, weights: int = MIB
+) -> MemoryPartition:
+    return plan_memory(config, model, 512, torch.device("cpu"), weights, element_size=4)
+
+
+def test_a_number_of_blocks_is_taken_as_it_is(model: DecoderConfig) -> None:
+    block = 2 * 2 * 16 * 2 * 16 * 4
+    assert model.block_bytes(16, 4) == block
+    found = plan(model, replace(CONFIG, num_blocks=10, host_memory=block * 3 + 1))
+    assert (found.num_blocks, found.kv_pool) == (10, 10 * block)
+    assert (found.num_host_blocks, found.host_pool) == (3, 3 * block)
+    assert "KV pool (10 blocks)" in found.text
+
+
+def test_bytes_are_rounded_down_to_blocks(model: DecoderConfig) -> None:
+    block = model.block_bytes(16, 4)
+    assert plan(model, replace(CONFIG, kv_memory=block * 7 + 5)).num_blocks == 7
+    with pytest.raises(NotEnoughMemory):
+        plan(model, replace(CONFIG, kv_memory=block - 1))
+
+
+def test_a_fraction_leaves_room_for_workspace_and_reserve(model: DecoderConfig) -> None:
+    config = replace(CONFIG, memory_fraction=0.5, max_num_sequences=10_000)
+    found = plan(model, config)
+    assert found.workspace > 0
+    assert found.reserve > 0
+    assert found.workspace + found.reserve + found.kv_pool <= 512 * MIB
+    assert found.workspace + found.reserve + found.kv_pool > 512 * MIB - 2 * MIB
+    with pytest.raises(NotEnoughMemory, match="no room for one KV block"):
+        plan(model, replace(config, memory_fraction=0.001))
+
+
+def test_the_pool_is_never_larger_than_its_rows_can_fill(model: DecoderConfig) -> None:
+    assert plan(model).num_blocks == 4 * 512 // 16
+
+
+def test_workspace_counts_logits_of_all_rows(model: DecoderConfig) -> None:
+    wide = replace(model, vocab_size=200_000)
+    rows = replace(CONFIG, max_num_sequences=256)
+    grown = memory.workspace_bytes(rows, wide, 4) - memory.workspace_bytes(CONFIG, wide, 4)
+    assert grown > 200 * 200_000 * 4
+
+
+def test_available_memory_is_the_tightest_limit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.undo()
+    limit, used = tmp_path / "limit", tmp_path / "used"
+    monkeypatch.setattr(memory, "_CGROUP_LIMITS", (str(limit),))
+    monkeypatch.setattr(memory, "_CGROUP_USED", (str(used),))
+    whole = memory.available_memory()
+    assert whole > 0
+    limit.write_text("max\n")
+    used.write_text("100\n")
+    assert memory.available_memory() > 1000
+    limit.write_text("1100\n")
+    assert memory.available_memory() == 1000
+
+
+def test_the_partition_of_a_loaded_runner_adds_up(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "model")
+    runner = load_runner(folder, host_memory=MIB)
+    partition = runner.partition
+    assert partition.kv_pool == runner.storage.pool.numel() * 4
+    assert partition.host_pool == runner.storage.host_pool.numel() * 4
+    assert runner.num_blocks == 64
+    assert runner.num_host_blocks == partition.num_host_blocks > 0
+    weights = (folder / "model.safetensors").stat().st_size
+    assert weights * 0.9 < partition.weights <= weights
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_blocks": 0},
+        {"kv_memory": 0},
+        {"memory_fraction": 0.0},
+        {"memory_fraction": 1.5},
+        {"host_memory": -1},
+        {"dtype": "float64"},
+        {"block_size": 0},
+        {"max_num_sequences": 0},
+    ],
+    ids=str,
+)
+def test_impossible_settings_are_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        WorkerConfig(model="x", **fields)  # pyright: ignore
