@@ -58,6 +58,11 @@ class ReplicaSpec:
 class Replica(Protocol):
     """One incarnation, from its creation to its certain end."""
 
+    @property
+    def process(self) -> ProcessIdentity | None:
+        """Its leader's process; None before that has begun and once it is gone."""
+        ...
+
     async def start(self) -> ReplicaInfo:
         """Place, load, serve, register. Raises ReplicaFailed."""
         ...
@@ -84,6 +89,11 @@ class RayReplica:
         self._placement: PlacementGroup | None = None
         self._worker: ActorHandle[object] | None = None
         self._process: ProcessIdentity | None = None
+
+    @property
+    def process(self) -> ProcessIdentity | None:
+        """See Replica."""
+        return self._process
 
     async def start(self) -> ReplicaInfo:
         """See Replica."""

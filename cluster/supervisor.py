@@ -16,6 +16,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from ..protos.messages import ReplicaInfo
+from ..workers.process_identity import ProcessIdentity
 from .replica import RayReplica, Replica, ReplicaFailed, ReplicaSpec
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,14 @@ class Supervisor:
     def infos(self) -> tuple[ReplicaInfo, ...]:
         """The incarnations that serve now."""
         return tuple(keeper.info for keeper in self._keepers if keeper.info is not None)
+
+    def processes(self) -> dict[str, ProcessIdentity]:
+        """The leaders' processes of those that serve, by replica id."""
+        return {
+            keeper.spec.replica_id: keeper.replica.process
+            for keeper in self._keepers
+            if keeper.info and keeper.replica and keeper.replica.process
+        }
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Let streams finish for up to `drain_s`, then end every replica for certain."""
@@ -237,6 +246,10 @@ class SupervisorActor:
     async def infos(self) -> tuple[ReplicaInfo, ...]:
         """The incarnations that serve now."""
         return self._supervisor.infos()
+
+    async def processes(self) -> dict[str, ProcessIdentity]:
+        """The leaders' processes of those that serve, by replica id."""
+        return self._supervisor.processes()
 
     async def num_restarts(self) -> int:
         """Incarnations that had to be replaced."""

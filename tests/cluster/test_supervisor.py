@@ -10,6 +10,7 @@ from pagefleet.cluster.replica import ReplicaFailed, ReplicaSpec
 from pagefleet.cluster.supervisor import Supervisor
 from pagefleet.protos.messages import CacheIdentity, ReplicaInfo
 from pagefleet.workers.config import WorkerConfig
+from pagefleet.workers.process_identity import ProcessIdentity
 
 WAIT_S = 20.0
 
@@ -31,6 +32,10 @@ class FakeReplica:
     kill_errors: list[Exception] = field(default_factory=list)
     starts: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def process(self) -> ProcessIdentity:
+        return ProcessIdentity("node", 1, 1)
 
     async def start(self) -> ReplicaInfo:
         self.events.append(f"start {self.info.incarnation}")
@@ -122,6 +127,7 @@ async def test_starts_every_replica(fleet: Fleet, make_supervisor: MakeSuperviso
     infos = await supervisor.start()
     assert [info.incarnation for info in infos] == ["a.0", "b.0"]
     assert supervisor.infos() == infos
+    assert set(supervisor.processes()) == {"a", "b"}
 
 
 async def test_a_replica_that_dies_begins_again_once_it_is_gone(
