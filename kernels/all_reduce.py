@@ -21,7 +21,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pf_group_abort": (None, (c_void_p,)),
     "pf_group_close": (None, (c_void_p,)),
     "pf_group_check": (c_int32, (c_void_p, _CULPRIT)),
-    "pf_group_barrier": (c_int32, (c_void_p, _CULPRIT)),
+    "pf_group_barrier": (c_int32, (c_void_p, c_int64, _CULPRIT)),
     "pf_group_all_reduce": (c_int32, (c_void_p, c_void_p, c_int64, c_int32, _CULPRIT)),
     "pf_group_gather": (
         c_int32,

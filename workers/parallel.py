@@ -16,10 +16,10 @@ from torch import Tensor
 class GroupError(Exception):
     """The ranks cannot go on together; the replica has to be rebuilt.
 
-    rank: the rank that the error speaks of.
+    rank: the rank that the error speaks of; None where the transport does not tell.
     """
 
-    def __init__(self, rank: int, message: str) -> None:
+    def __init__(self, rank: int | None, message: str) -> None:
         super().__init__(message)
         self.rank = rank
 
@@ -75,8 +75,8 @@ class TensorParallelGroup(Protocol):
         lives. The leader does not wait for them to have read it."""
         ...
 
-    def barrier(self) -> None:
-        """Return once all ranks have entered."""
+    def barrier(self, timeout_s: float | None = None) -> None:
+        """Return once all ranks have entered. timeout_s: None = the group's."""
         ...
 
     def check(self) -> None:
@@ -114,7 +114,7 @@ class SingleRank:
         assert message is not None, "the leader has to bring the message"
         return message
 
-    def barrier(self) -> None:
+    def barrier(self, timeout_s: float | None = None) -> None:
         """All are here."""
 
     def check(self) -> None:

@@ -41,6 +41,7 @@ def is_available() -> bool:
 class SharedMemoryGroup:
     """All ranks construct it with the same name, unique to the replica's incarnation.
 
+    start_timeout_s: for the others to come at all. timeout_s: for them to enter a collective.
     Sums are taken in rank order and rounded once: bitwise equal on all ranks, and from run to run.
     """
 
@@ -51,6 +52,7 @@ class SharedMemoryGroup:
         world_size: int,
         *,
         timeout_s: float = 30.0,
+        start_timeout_s: float = 120.0,
         slot_bytes: int = _SLOT_BYTES,
     ) -> None:
         library = all_reduce.library()
@@ -66,10 +68,12 @@ class SharedMemoryGroup:
         self._handle_lock = threading.Lock()
         self._culprit = ctypes.c_int32()
         self._culprit_pointer = ctypes.byref(self._culprit)
-        self._handle: int | None = _meet(library, name, rank, world_size, timeout_s, slot_bytes)
-        path = _path_of(name)
+        self._handle: int | None = _join(
+            library, name, rank, world_size, timeout_s, start_timeout_s, slot_bytes
+        )
+        path = segment_path(name)
         try:
-            self.barrier()
+            self.barrier(start_timeout_s)
         except GroupError:
             self.close()
             raise
@@ -161,10 +165,13 @@ class SharedMemoryGroup:
         self._raise_for(status, "broadcast")
         return buffer.raw
 
-    def barrier(self) -> None:
+    def barrier(self, timeout_s: float | None = None) -> None:
         """Return once all ranks have entered."""
+        timeout_ns = int((self._timeout_s if timeout_s is None else timeout_s) * 1e9)
         with self._in_use:
-            status = self._library.pf_group_barrier(self._require_handle(), self._culprit_pointer)
+            status = self._library.pf_group_barrier(
+                self._require_handle(), timeout_ns, self._culprit_pointer
+            )
         self._raise_for(status, "barrier")
 
     def check(self) -> None:
@@ -207,8 +214,7 @@ class SharedMemoryGroup:
         if status == all_reduce.TIMEOUT:
             raise RankTimeout(
                 rank,
-                f"rank {rank} did not take part in the {operation} of rank {self.rank}"
-                f" within {self._timeout_s:g} s",
+                f"rank {rank} did not take part in the {operation} of rank {self.rank} in time",
             )
         if status == all_reduce.MISMATCH:
             raise RankMismatch(
@@ -223,21 +229,28 @@ def _check_layout(tensor: Tensor) -> None:
     )
 
 
-def _path_of(name: str) -> Path:
+def segment_path(name: str) -> Path:
+    """Where the segment of a group stands while its ranks find each other."""
     # Names come from configuration and may be long or hold any character.
     return DIRECTORY / f"{_PREFIX}{hashlib.blake2b(name.encode(), digest_size=12).hexdigest()}"
 
 
-def _meet(
-    library: ctypes.CDLL, name: str, rank: int, world_size: int, timeout_s: float, slot_bytes: int
+def _join(
+    library: ctypes.CDLL,
+    name: str,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    start_timeout_s: float,
+    slot_bytes: int,
 ) -> int:
     """Open the segment (rank 0 makes it), and take the rank's place in it."""
-    path = _path_of(name)
+    path = segment_path(name)
     if rank == 0:
         _sweep(library)
         file = _create(library.pf_group_bytes(world_size, slot_bytes))
     else:
-        file = _open(path, timeout_s)
+        file = _open(path, start_timeout_s)
     spins = _SPINS if len(os.sched_getaffinity(0)) >= world_size else 0
     handle: int | None = library.pf_group_attach(
         file, rank, world_size, slot_bytes, int(timeout_s * 1e9), spins

@@ -206,9 +206,13 @@ PF_EXPORT int32_t pf_group_check(RankGroup* group, int32_t* culprit) {
   return kOk;
 }
 
-PF_EXPORT int32_t pf_group_barrier(RankGroup* group, int32_t* culprit) {
+PF_EXPORT int32_t pf_group_barrier(RankGroup* group, int64_t timeout_ns, int32_t* culprit) {
+  int64_t usual = group->timeout_ns;
+  group->timeout_ns = timeout_ns;
   int32_t status = group->arrive(kBarrier, 0, 0, culprit);
-  return status == kOk ? group->meet(culprit) : status;
+  if (status == kOk) status = group->meet(culprit);
+  group->timeout_ns = usual;
+  return status;
 }
 
 // data: `count` elements, replaced by the sum over all ranks.
