@@ -1,0 +1,315 @@
+"""A replica without a model, for the simulator: real block accounting under a simple cost model.
+
+The `replay` model: requests start first come first served, one prefill at a time at a constant
+rate plus a constant, then each token takes the same time whatever else runs. A request starts
+only when the blocks for its whole length fit. Blocks, prefix hits, eviction and the reported
+route hashes are those of the real pool. Time comes in; nothing here waits.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..protos.messages import (
+    BlockCounts,
+    CacheIdentity,
+    Lease,
+    LeaseUse,
+    ReplicaInfo,
+    ReplicaReport,
+)
+from ..scheduler.block_hash import (
+    block_hashes,
+    root_hash,
+    route_hashes,
+    split_blocks,
+    stride_blocks,
+)
+from ..scheduler.block_pool import BlockPool
+from ..scheduler.content_index import Content, ContentIndex
+from ..scheduler.route_residency import RouteResidency, Tier
+from .workload import TraceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayCost:
+    """Constants of the `replay` cost model."""
+
+    prefill_tokens_per_s: float = 40_000.0
+    prefill_overhead_s: float = 0.005
+    token_s: float = 0.020
+    max_running: int = 64
+
+
+@dataclass(slots=True)
+class SimulatedRequest:
+    """One request on its way through the simulated cluster, and what was measured of it."""
+
+    key: str
+    trace: TraceRequest
+    route_hashes: tuple[bytes, ...]
+    hashes: list[bytes]
+    tokens: list[bytes]
+    attempt: int = 1
+    lease: Lease | None = None
+    retry_token: str = ""
+    num_refusals: int = 0
+    first_retry_served: bool | None = None
+    replica_id: str = ""
+    hit_tokens: int = 0
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    outcome: str = ""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return self.trace.num_prompt_tokens
+
+
+def make_request(key: str, trace: TraceRequest, identity: CacheIdentity) -> SimulatedRequest:
+    """Hash a prompt as its gateway and its replica would."""
+    prompt = trace.prompt()
+    root, size = root_hash(identity), identity.block_size
+    return SimulatedRequest(
+        key,
+        trace,
+        route_hashes(root, prompt, size),
+        block_hashes(root, prompt, size),
+        split_blocks(prompt, size),
+    )
+
+
+@dataclass(slots=True)
+class _Running:
+    request: SimulatedRequest
+    blocks: list[int]
+    num_hit_blocks: int
+    prefill_end: float
+    end: float
+
+
+@dataclass(slots=True)
+class _Waiting:
+    request: SimulatedRequest
+    uncached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """Something that the replica will do by itself at a time: call `advance` then."""
+
+    at: float
+
+
+@dataclass(slots=True)
+class ReplayReplica:
+    """One replica's life, from one incarnation to its end."""
+
+    info: ReplicaInfo
+    cost: ReplayCost
+    steps_done: int = 0
+    hit_tokens: int = 0
+    query_tokens: int = 0
+    computed_tokens: int = 0
+    _sequence_number: int = 0
+    _queue: deque[_Waiting] = field(default_factory=deque[_Waiting])
+    _running: dict[str, _Running] = field(default_factory=dict[str, _Running])
+    _prefilling: _Running | None = None
+    _leases: dict[int, int] = field(default_factory=dict[int, int])
+    _finished_leases: list[int] = field(default_factory=list[int])
+    _finished_outputs: list[int] = field(default_factory=list[int])
+    _routes: RouteResidency = field(default_factory=RouteResidency)
+    _index: ContentIndex = field(init=False)
+    _pool: BlockPool = field(init=False)
+    _root: Content = field(init=False)
+    _stride: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        identity = self.info.identity
+        self._index = ContentIndex(self.info.num_blocks, self._routes)
+        self._pool = BlockPool(self.info.num_blocks, self._index)
+        self._root = self._index.root(root_hash(identity))
+        self._stride = stride_blocks(identity.block_size)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests here."""
+        return len(self._queue) + len(self._running)
+
+    def unfinished(self) -> list[SimulatedRequest]:
+        """The requests that a crash would lose, in the order they came."""
+        running = [running.request for running in self._running.values()]
+        return running + [waiting.request for waiting in self._queue]
+
+    def submit(self, request: SimulatedRequest) -> None:
+        """A request arrives with its lease."""
+        lease = request.lease
+        assert lease is not None, f"{request.key} came without a lease"
+        self._leases[lease.lease_id] = lease.num_blocks
+        hit = len(self._find_prefix(request)) * self.info.identity.block_size
+        self._queue.append(_Waiting(request, max(1, request.num_prompt_tokens - hit)))
+
+    def advance(self, now: float) -> tuple[list[Happening], list[SimulatedRequest]]:
+        """Do what is due; returns what will happen next and the requests that have finished."""
+        finished = self._finish_due(now)
+        happenings: list[Happening] = []
+        prefilling = self._prefilling
+        if prefilling is not None and prefilling.prefill_end <= now:
+            self._publish(prefilling)
+            self._prefilling = None
+            prefilling.request.first_token_s = now
+            self.steps_done += 1
+            happenings.append(Happening(prefilling.end))
+        started = self._start_next(now)
+        if started is not None:
+            happenings.append(Happening(started.prefill_end))
+        return happenings, finished
+
+    def report(self, now: float, *, snapshot: bool = False) -> ReplicaReport:
+        """The next report of this incarnation."""
+        self._sequence_number += 1
+        finished, self._finished_leases = tuple(self._finished_leases), []
+        outputs, self._finished_outputs = tuple(self._finished_outputs), []
+        events = self._routes.take_events()
+        if snapshot:
+            events = self._routes.snapshot()
+        digest_device, digest_host = self._routes.digests
+        return ReplicaReport(
+            replica_id=self.info.replica_id,
+            incarnation=self.info.incarnation,
+            epoch=0,
+            sequence_number=self._sequence_number,
+            steps_done=self.steps_done,
+            device=self._pool.stats(),
+            host=BlockCounts(),
+            leases=tuple(LeaseUse(*lease) for lease in self._leases.items()),
+            finished_leases=finished,
+            num_waiting=len(self._queue),
+            num_running=len(self._running),
+            waiting_prefill_tokens=self._waiting_prefill_tokens(now),
+            prefill_tokens_per_s=self.cost.prefill_tokens_per_s,
+            decode_step_s=self.cost.token_s,
+            copy_bytes_per_s=0.0,
+            preemptions=0,
+            events=events,
+            digest_device=digest_device,
+            digest_host=digest_host,
+            is_snapshot=snapshot,
+            hit_tokens=self.hit_tokens,
+            query_tokens=self.query_tokens,
+            finished_output_tokens=outputs,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that the pool's books agree and that every block is accounted for."""
+        self._pool.check_integrity()
+        counts = self._pool.stats()
+        held = len({block for running in self._running.values() for block in running.blocks})
+        assert counts.referenced == held, f"{counts.referenced} referenced, {held} held"
+
+    # One step each
+
+    def _waiting_prefill_tokens(self, now: float) -> int:
+        # The rest of the running prefill counts with its constant part, as tokens of time.
+        waiting = sum(waiting.uncached_tokens for waiting in self._queue)
+        if self._prefilling is not None:
+            left_s = max(0.0, self._prefilling.prefill_end - now)
+            waiting += round(left_s * self.cost.prefill_tokens_per_s)
+        return waiting
+
+    def _find_prefix(self, request: SimulatedRequest) -> list[Content]:
+        limit = (request.num_prompt_tokens - 1) // self.info.identity.block_size
+        return self._index.lookup(self._root, request.hashes[:limit], request.tokens[:limit])
+
+    def _start_next(self, now: float) -> _Running | None:
+        if self._prefilling is not None or not self._queue:
+            return None
+        if len(self._running) >= self.cost.max_running:
+            return None
+        request = self._queue[0].request
+        contents = self._find_prefix(request)
+        blocks = self._take_blocks(request, contents)
+        if blocks is None:
+            return None
+        self._queue.popleft()
+        size = self.info.identity.block_size
+        hit = len(contents) * size
+        prefill_s = (request.num_prompt_tokens - hit) / self.cost.prefill_tokens_per_s
+        end = now + self.cost.prefill_overhead_s + prefill_s
+        output_s = request.trace.num_output_tokens * self.cost.token_s
+        running = _Running(request, blocks, len(contents), end, end + output_s)
+        self._running[request.key] = self._prefilling = running
+        self._count_hit(request, hit)
+        if request.lease is not None:
+            self._leases[request.lease.lease_id] = 0  # every block it needs is taken
+        return running
+
+    def _count_hit(self, request: SimulatedRequest, hit: int) -> None:
+        request.hit_tokens = hit
+        request.replica_id = self.info.replica_id
+        self.hit_tokens += hit
+        self.query_tokens += request.num_prompt_tokens
+        self.computed_tokens += request.num_prompt_tokens - hit
+        self.steps_done += 1
+
+    def _take_blocks(self, request: SimulatedRequest, contents: list[Content]) -> list[int] | None:
+        """Blocks for prompt and output, or None if they do not fit."""
+        size = self.info.identity.block_size
+        total = -(-(request.num_prompt_tokens + request.trace.num_output_tokens) // size)
+        cached = [content.blocks[Tier.DEVICE] for content in contents]
+        hits = [block for block in cached if block is not None]
+        assert len(hits) == len(contents), "a content without a device block was found"
+        num_idle = sum(self._pool.is_idle(block) for block in hits)
+        if total - len(hits) + num_idle > self._pool.num_free:
+            return None
+        self._pool.reference(hits)
+        fresh = self._pool.allocate(total - len(hits))
+        assert fresh is not None, f"{total - len(hits)} blocks are not to be had"
+        return hits + fresh
+
+    def _publish(self, running: _Running) -> None:
+        request, blocks = running.request, running.blocks
+        parent = self._root
+        for place, block in enumerate(blocks[: len(request.hashes)]):
+            content = self._pool.content(block)
+            if content is None:
+                content = self._pool.publish(
+                    block, parent, request.hashes[place], request.tokens[place]
+                )
+                if content is None:
+                    return
+                self._note_route(request, place + 1, content)
+            parent = content
+
+    def _note_route(self, request: SimulatedRequest, number: int, content: Content) -> None:
+        stride = self._stride
+        if number <= stride:
+            self._index.add_stride(content, 1, request.route_hashes[number - 1])
+        elif number % stride == 0:
+            entry = stride + number // stride - 2
+            self._index.add_stride(content, stride, request.route_hashes[entry])
+
+    def _finish_due(self, now: float) -> list[SimulatedRequest]:
+        due = [
+            running
+            for running in self._running.values()
+            if running.end <= now and running is not self._prefilling
+        ]
+        for running in sorted(due, key=lambda running: running.end):
+            request = running.request
+            del self._running[request.key]
+            self._pool.release(running.blocks)
+            request.finished_s = running.end
+            self.steps_done += 1
+            if request.lease is not None:
+                del self._leases[request.lease.lease_id]
+                self._finished_leases.append(request.lease.lease_id)
+                self._finished_outputs.append(request.trace.num_output_tokens)
+        return [running.request for running in due]
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value that so large a share does not exceed; 0 of nothing."""
+    return float(np.percentile(values, 100 * share)) if values else 0.0
