@@ -4,7 +4,6 @@ threads:  engine (steps) · loop (gateway streams, reports) · whoever calls `Le
 """
 
 import contextlib
-import gc
 import logging
 import secrets
 import threading
@@ -122,9 +121,6 @@ class Leader:
         self._engine.start(self._on_change)
         self._loop.submit(self._report_first()).result()
         self._loop.submit(self._reporter.run())
-        # What was loaded lives as long as the process: no collection needs to look at it again.
-        gc.collect()
-        gc.freeze()
 
     def stats(self) -> SchedulerStats:
         """The scheduler's numbers, between two steps."""

@@ -7,6 +7,7 @@ actor sets `worker_environment` on it: some variables must stand before torch is
 # pyright: reportUnknownArgumentType=false
 
 import asyncio
+import gc
 from collections.abc import Awaitable
 from typing import TypeVar, cast
 
@@ -87,6 +88,9 @@ class Worker:
             host=ray.util.get_node_ip_address(),
             node_id=ray.get_runtime_context().get_node_id(),
         )
+        # What was loaded lives as long as the process: no collection needs to look at it again.
+        gc.collect()
+        gc.freeze()
         return self._leader.info
 
     def join(self) -> str:
