@@ -66,6 +66,7 @@ class EngineOptions(TypedDict, total=False):
     preemption_mode: PreemptionMode
     deterministic: bool
     num_threads: int | None
+    overlap_steps: bool | None
 
 
 @dataclass(frozen=True, slots=True)

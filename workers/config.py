@@ -20,6 +20,8 @@ class WorkerConfig:
     prefill_chunk: None = up to the step's budget.
     deterministic: logits do not depend on batch, chunk or row count.
     num_threads: None = torch's default.
+    overlap_steps: schedule a step while the one before it runs; None = on a GPU only, since on
+        the CPU the scheduler would take its time from the same cores.
     """
 
     model: str
@@ -39,6 +41,7 @@ class WorkerConfig:
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     deterministic: bool = False
     num_threads: int | None = None
+    overlap_steps: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_sequences", "max_num_batched_tokens"):

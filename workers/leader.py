@@ -34,7 +34,7 @@ class LoadedEngine:
     identity: CacheIdentity
 
 
-def load_engine(config: WorkerConfig, *, overlap: bool = False) -> LoadedEngine:
+def load_engine(config: WorkerConfig) -> LoadedEngine:
     """Load the model and build an engine that has not started."""
     runner = ModelRunner.load(config)
     logger.info("memory: %s", runner.partition.text)
@@ -52,6 +52,7 @@ def load_engine(config: WorkerConfig, *, overlap: bool = False) -> LoadedEngine:
         model.eos_token_ids,
     )
     step_times = StepTimes(speed.prefill_tokens_per_s, speed.decode_step_s)
+    overlap = runner.device.type != "cpu" if config.overlap_steps is None else config.overlap_steps
     engine = Engine(scheduler, LocalExecutor(runner), overlap=overlap, step_times=step_times)
     return LoadedEngine(engine, runner, identity)
 

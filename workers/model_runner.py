@@ -110,6 +110,11 @@ class ModelRunner:
         return cls(config, info, decoder, storage, partition, device)
 
     @property
+    def device(self) -> torch.device:
+        """Where the weights and the pool are."""
+        return self._device
+
+    @property
     def num_blocks(self) -> int:
         """Blocks of the device pool."""
         return self.storage.num_blocks
