@@ -153,6 +153,18 @@ def test_a_pool_so_small_that_it_preempts_changes_no_token(model: Path, llm: LLM
     assert [completion.token_ids for completion in completions] == expected
 
 
+def test_overlapped_steps_change_no_token(model: Path, llm: LLM) -> None:
+    """E13: a pool that preempts, with one step always in flight."""
+    prompts = [f"prompt number {number}, of some length" for number in range(8)]
+    sampling = dataclasses.replace(GREEDY, max_tokens=60)
+    expected = [completion.token_ids for completion in llm.generate(prompts, sampling)]
+    options: EngineOptions = {"deterministic": True, "num_threads": 1, "overlap_steps": True}
+    with LLM(str(model), num_blocks=20, **options) as overlapped:
+        completions = overlapped.generate(prompts, sampling)
+        assert overlapped.stats().preemptions > 0
+    assert [completion.token_ids for completion in completions] == expected
+
+
 def test_the_options_are_those_of_a_worker() -> None:
     fields = {field.name for field in dataclasses.fields(WorkerConfig)} - {"model"}
     assert set(EngineOptions.__annotations__) == fields
