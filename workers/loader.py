@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -47,6 +45,18 @@ def resolve_folder(model: str, revision: str | None = None) -> Path:
         return folder
     if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise CheckpointError(f"{model} is neither a folder nor a hub id (organisation/name)")
+    return _hub_snapshot(model, revision)
+
+
+def _hub_snapshot(model: str, revision: str | None) -> Path:
+    # Imported here: a quarter of a second that folders do not need.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
+
     try:
         path = snapshot_download(model, revision=revision, allow_patterns=HUB_PATTERNS)
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
@@ -165,6 +175,15 @@ class CheckpointSource:
         """See `TensorSource`."""
         self.num_elements += math.prod(shape)
         return self._checkpoint.tensor(name, shape).to(self._device, self._dtype)
+
+    def part(self, name: str, shape: tuple[int, ...], dim: int, begin: int, end: int) -> Tensor:
+        """Positions [begin, end) along `dim` of a tensor that has this shape in the checkpoint.
+
+        The rest is not read where `dim` is the first; never does it take memory of the process.
+        """
+        part = self._checkpoint.tensor(name, shape).narrow(dim, begin, end - begin)
+        self.num_elements += part.numel()
+        return part.contiguous().to(self._device, self._dtype)
 
 
 def _weight_files(folder: Path) -> list[Path]:
