@@ -4,7 +4,7 @@ Knows sizes and the machine's limits, no tensor of the model.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -39,6 +39,21 @@ class MemoryPartition:
     num_host_blocks: int
 
     @property
+    def sizes(self) -> tuple[int, int]:
+        """Blocks of the two pools."""
+        return self.num_blocks, self.num_host_blocks
+
+    def limited(self, num_blocks: int, num_host_blocks: int) -> "MemoryPartition":
+        """The same with smaller pools: those of the rank that has room for the fewest blocks."""
+        return replace(
+            self,
+            kv_pool=self.kv_pool // self.num_blocks * num_blocks,
+            host_pool=self.host_pool // max(1, self.num_host_blocks) * num_host_blocks,
+            num_blocks=num_blocks,
+            num_host_blocks=num_host_blocks,
+        )
+
+    @property
     def text(self) -> str:
         """One line."""
         parts = {
@@ -58,8 +73,11 @@ def plan_memory(
     device: torch.device,
     weights: int,
     element_size: int,
+    num_sharers: int = 1,
 ) -> MemoryPartition:
     """Sizes of all parts; call it once the weights are loaded.
+
+    num_sharers: ranks that take from the same memory: a GPU has one, a host may have several.
 
     The pool never exceeds what all rows at the longest context could fill.
     """
@@ -71,7 +89,7 @@ def plan_memory(
     elif config.kv_memory is not None:
         num_blocks = config.kv_memory // block_bytes
     else:
-        budget, reserve = _budget(config, device, weights)
+        budget, reserve = _budget(config, device, weights, num_sharers)
         most = config.max_num_sequences * -(-max_context // config.block_size)
         num_blocks = min((budget - workspace - reserve) // block_bytes, most)
     if num_blocks < 1:
@@ -102,7 +120,9 @@ def workspace_bytes(config: WorkerConfig, model: DecoderConfig, element_size: in
     return activations + max(logits, 3 * PROMPT_LOGITS_BYTES)
 
 
-def _budget(config: WorkerConfig, device: torch.device, weights: int) -> tuple[int, int]:
+def _budget(
+    config: WorkerConfig, device: torch.device, weights: int, num_sharers: int
+) -> tuple[int, int]:
     """Bytes for workspace, reserve and pool, and how much of them the reserve is."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -110,7 +130,7 @@ def _budget(config: WorkerConfig, device: torch.device, weights: int) -> tuple[i
         # What other processes hold is not ours to divide.
         return min(free, int(total * fraction) - weights), int(total * _RESERVE_FRACTION)
     available = available_memory()
-    fraction = config.memory_fraction or _CPU_FRACTION
+    fraction = (config.memory_fraction or _CPU_FRACTION) / num_sharers
     return int(available * fraction), int(available * fraction * _RESERVE_FRACTION)
 
 

@@ -1,18 +1,22 @@
 """One rank's model: obeys `SchedulerOutput` step by step, decides nothing.
 
-Owns the weights, the block pools' tensors and the input batch. Knows no request, no lease and
-no other rank.
+Owns the weights, the block pools' tensors and the input batch. Knows no request and no lease; of
+other ranks only that sums and logits are made with them. The leader alone chooses tokens: the
+others are told in the next step, by `append_sampled`.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
+# pyright: reportUnknownArgumentType=false, reportPrivateImportUsage=false
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore
 
 from ..kernels.backend import KernelBackend
 from ..kernels.select import select_backend
@@ -29,9 +33,12 @@ from .config import WorkerConfig
 from .input_batch import InputBatch
 from .loader import Checkpoint, CheckpointSource, resolve_folder
 from .memory import PROMPT_LOGITS_BYTES, MemoryPartition, plan_memory
-from .models.config import DecoderConfig, ModelError, read_config
-from .models.decoder import Decoder, load_weights
+from .models.config import DecoderConfig, ModelError, UnsupportedModel, read_config
+from .models.decoder import Decoder, VocabularyShard, load_weights
+from .rendezvous import RankGroups, RankSpec, Transport, connect, single_rank
 from .sampler import Sampler, token_logprobs
+from .shard_plan import ShardError, ShardPlan
+from .sharded_source import ShardedSource, local_config, plan_shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +76,10 @@ class ModelRunner:
         storage: BlockStorage,
         partition: MemoryPartition,
         device: torch.device,
+        ranks: RankGroups | None = None,
     ) -> None:
         self.config = config
+        self.ranks = ranks or single_rank()
         self.model_info = model_info
         self.partition = partition
         self.storage = storage
@@ -86,8 +95,27 @@ class ModelRunner:
         self._device = device
 
     @classmethod
-    def load(cls, config: WorkerConfig) -> "ModelRunner":
-        """Load the weights, then give the KV pool what the configuration allows."""
+    def load(
+        cls,
+        config: WorkerConfig,
+        spec: RankSpec | None = None,
+        store: TCPStore | None = None,
+    ) -> "ModelRunner":
+        """Load the weights, then give the KV pool what the configuration allows.
+
+        With other ranks (spec, store: see `rendezvous.connect`) each reads its own slices, and all
+        pools get the size of the smallest.
+        """
+        spec = spec or RankSpec()
+        with ExitStack() as on_failure:
+            ranks = connect(spec, _device(config.device), store)
+            on_failure.callback(ranks.close)  # the others should not wait for this rank
+            runner = cls._load(config, ranks, spec)
+            on_failure.pop_all()
+        return runner
+
+    @classmethod
+    def _load(cls, config: WorkerConfig, ranks: RankGroups, spec: RankSpec) -> "ModelRunner":
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         device = _device(config.device)
@@ -97,17 +125,29 @@ class ModelRunner:
         checkpoint = Checkpoint(folder)
         dtype = _dtype(config.dtype, checkpoint.dtype, device)
         backend = select_backend(device, dtype, config.deterministic)
-        decoder, weights = _load_decoder(model, checkpoint, dtype, device, backend, max_context)
-        partition = plan_memory(config, model, max_context, device, weights, dtype.itemsize)
+        plan = _shard_plan(model, spec, folder)
+        shard = local_config(model, plan)
+        decoder, weights = _load_decoder(
+            model, plan, checkpoint, dtype, device, backend, max_context, ranks
+        )
+        ranks.messages.barrier(spec.start_timeout_s)  # disks differ in speed
+        # Logits are whole on the leader; all else is the rank's part.
+        sized = replace(shard, vocab_size=model.vocab_size)
+        sharers = spec.world_size if spec.transport is Transport.SHARED_MEMORY else 1
+        partition = plan_memory(
+            config, sized, max_context, device, weights, dtype.itemsize, sharers
+        )
+        partition = partition.limited(*ranks.minimum(partition.sizes))
         storage = BlockStorage(
-            BlockLayout.of(model, config.block_size, dtype),
+            BlockLayout.of(shard, config.block_size, dtype),
             partition.num_blocks,
             partition.num_host_blocks,
             device,
             backend,
         )
         info = _model_info(model, checkpoint, dtype, max_context, folder)
-        return cls(config, info, decoder, storage, partition, device)
+        _check_same_model(ranks, info.fingerprint)
+        return cls(config, info, decoder, storage, partition, device, ranks)
 
     @property
     def device(self) -> torch.device:
@@ -140,12 +180,25 @@ class ModelRunner:
         """Copies between the tiers that ended since the last step or poll."""
         return self.storage.poll()
 
-    def close(self) -> None:
-        """Stop the copy thread."""
-        self.storage.close()
+    def append_sampled(self, rows: Int32Array, token_ids: Int32Array) -> None:
+        """On ranks other than the leader: what it chose in the step that was executed last."""
+        self.batch.append_tokens(rows, token_ids)
 
-    def measure(self, num_decodes: int = 3) -> MeasuredSpeed:
-        """Time a prefill and some decode steps on an idle runner; leaves junk in its blocks."""
+    def close(self) -> None:
+        """Stop the copy thread and leave the other ranks."""
+        self.storage.close()
+        self.ranks.close()
+
+    def measure(
+        self,
+        num_decodes: int = 3,
+        execute: Callable[[SchedulerOutput], ModelRunnerOutput] | None = None,
+    ) -> MeasuredSpeed:
+        """Time a prefill and some decode steps on an idle runner; leaves junk in its blocks.
+
+        execute: what runs a step on all ranks; None = there is only this one.
+        """
+        execute = execute or self.execute
         block_size, max_context = self.config.block_size, self.model_info.max_context
         room = min(max_context, self.num_blocks * block_size) - num_decodes - 2
         num_tokens = max(1, min(self.config.max_num_batched_tokens, 256, room))
@@ -161,14 +214,12 @@ class ModelRunner:
             sampling=SamplingParams(temperature=0.0),
             sample_index=0,
         )
-        prefill_s = min(
-            self.execute(_one_row_step(0, num_tokens, (new,))).elapsed_s for _ in range(2)
-        )
+        prefill_s = min(execute(_one_row_step(0, num_tokens, (new,))).elapsed_s for _ in range(2))
         decode_s = [
-            self.execute(_one_row_step(num_tokens + index, 1, ())).elapsed_s
+            execute(_one_row_step(num_tokens + index, 1, ())).elapsed_s
             for index in range(min(num_decodes, max(0, room)))
         ]
-        self.execute(SchedulerOutput(step=0, removed_rows=np.zeros(1, dtype=np.int32)))
+        execute(SchedulerOutput(step=0, removed_rows=np.zeros(1, dtype=np.int32)))
         return MeasuredSpeed(num_tokens / prefill_s, min(decode_s, default=prefill_s))
 
     def _compute(self, output: SchedulerOutput, started: float) -> ModelRunnerOutput:
@@ -199,6 +250,8 @@ class ModelRunner:
         if len(rows) == 0:
             return np.empty(0, dtype=np.int32), {}, ()
         logits = self.decoder.logits(hidden[: wanted.num_sampled])
+        if logits is None:
+            return np.empty(0, dtype=np.int32), {}, ()
         if wanted.expand is not None:
             logits = logits[torch.from_numpy(wanted.expand).to(self._device)]
         samples = self._sampler.sample(logits, rows)
@@ -238,6 +291,8 @@ class ModelRunner:
             for at in range(0, report.length, chunk):
                 end = min(at + chunk, report.length)
                 logits = self.decoder.logits(hidden[begin + at : begin + end])
+                if logits is None:
+                    continue
                 counts = [report.num_best] * (end - at)
                 entries.extend(token_logprobs(logits, token_ids[at:end], counts))
             begin += report.length
@@ -303,19 +358,39 @@ def _one_row_step(first: int, count: int, new_rows: tuple[NewRow, ...]) -> Sched
     )
 
 
+def _shard_plan(model: DecoderConfig, spec: RankSpec, folder: Path) -> ShardPlan:
+    try:
+        return plan_shards(model, spec.rank, spec.world_size)
+    except ShardError as error:
+        raise UnsupportedModel(f"{folder} over {spec.world_size} ranks: {error}") from error
+
+
+def _check_same_model(ranks: RankGroups, fingerprint: str) -> None:
+    """Ranks on several hosts each have their own copy of the folder."""
+    leader_has = ranks.messages.broadcast(fingerprint.encode() if ranks.rank == 0 else None)
+    if leader_has.decode() != fingerprint:
+        raise ModelError(f"rank {ranks.rank} has loaded another model than the leader")
+
+
 def _load_decoder(
     model: DecoderConfig,
+    plan: ShardPlan,
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     device: torch.device,
     backend: KernelBackend,
     max_context: int,
+    ranks: RankGroups,
 ) -> tuple[Decoder, int]:
-    """The decoder, and the bytes of its weights."""
+    """The decoder of one rank, and the bytes of its weights."""
     source = CheckpointSource(checkpoint, dtype, device)
+    vocabulary = None
+    if plan.world_size > 1:
+        vocabulary = VocabularyShard(plan.vocab, plan.vocab_sizes)
+    shard = local_config(model, plan)
     with torch.inference_mode():
-        weights = load_weights(model, source, backend)
-        decoder = Decoder(model, weights, backend, max_context)
+        weights = load_weights(shard, ShardedSource(source, model, plan), backend)
+        decoder = Decoder(shard, weights, backend, max_context, ranks.tensors, vocabulary)
     if model.tie_word_embeddings:
         checkpoint.ignore("lm_head.weight")
     checkpoint.check_all_used()

@@ -2,6 +2,10 @@
 
 One code path for every family; `DecoderConfig` says what differs. Knows no request, no row and
 no block: where a token stands is `AttentionMetadata`, how products run is the kernel backend.
+
+With tensor parallelism each rank runs it on its own heads, its part of the ffn and its part of the
+vocabulary. Hidden states are whole and equal on all ranks: what a rank lacks is summed in after
+the embedding, after attention and after the MLP.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
@@ -17,6 +21,8 @@ from torch import Tensor
 
 from ...kernels.backend import KernelBackend, LinearWeight
 from ...kernels.metadata import AttentionMetadata
+from ..parallel import SingleRank, TensorParallelGroup
+from ..shard_plan import Share
 from .config import DecoderConfig
 from .rope import cos_sin_table
 
@@ -102,8 +108,19 @@ def _load_layer(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class VocabularyShard:
+    """The token ids whose embedding and logits are this rank's; sizes: of all ranks' parts."""
+
+    share: Share
+    sizes: tuple[int, ...]
+
+
 class Decoder:
-    """A loaded model on one device."""
+    """A loaded model on one device, or one rank's part of it.
+
+    config: what this rank computes. vocabulary: None = all of it is here.
+    """
 
     def __init__(
         self,
@@ -111,10 +128,14 @@ class Decoder:
         weights: DecoderWeights,
         backend: KernelBackend,
         max_context: int,
+        group: TensorParallelGroup | None = None,
+        vocabulary: VocabularyShard | None = None,
     ) -> None:
         self.config = config
         self.backend = backend
         self._weights = weights
+        self._group = group or SingleRank()
+        self._vocabulary = vocabulary
         self._scale = 1.0 / math.sqrt(config.head_dim)
         table = cos_sin_table(config.rope, config.head_dim, max_context)
         self._cos_sin = table.to(weights.final_norm.device)
@@ -147,16 +168,34 @@ class Decoder:
             if index == last and output_rows is not None:
                 x, residual = x[output_rows], residual[output_rows]
             x = backend.linear(x, layer.output)
+            self._group.all_reduce(x)
             x = backend.add_rms_norm(x, residual, layer.mlp_norm, eps)
             gate_up = backend.linear(x, layer.gate_up)
             x = backend.linear(backend.silu_and_mul(gate_up), layer.down)
+            self._group.all_reduce(x)
         return backend.add_rms_norm(x, residual, self._weights.final_norm, eps)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, hidden_size] → float32 [n, vocab_size]."""
-        return self.backend.linear(hidden, self._weights.head).float()
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """hidden [n, hidden_size] → float32 [n, vocab_size] on the leader, None on other ranks."""
+        logits = self.backend.linear(hidden, self._weights.head)
+        if self._vocabulary is None:
+            return logits.float()
+        gathered = self._group.gather(logits, 1, self._vocabulary.sizes)
+        return None if gathered is None else gathered.float()
 
     def _embed(self, token_ids: Tensor) -> Tensor:
+        """Of ids that are another rank's: zeros, and that rank's vector comes with the sum."""
+        if self._vocabulary is None:
+            return self._lookup(token_ids)
+        share = self._vocabulary.share
+        local = token_ids - share.begin
+        is_elsewhere = (local < 0) | (local >= share.size)
+        x = self._lookup(local.masked_fill(is_elsewhere, 0))
+        x.masked_fill_(is_elsewhere.unsqueeze(1), 0.0)
+        self._group.all_reduce(x)
+        return x
+
+    def _lookup(self, token_ids: Tensor) -> Tensor:
         weights = self._weights
         if weights.embedding is None:
             return self.backend.embedding(token_ids, weights.head, weights.final_norm.dtype)

@@ -1,0 +1,94 @@
+"""One rank's slices of a checkpoint's tensors, by the tensors' names.
+
+The decoder asks with the shapes of the rank's own part; what is cut, and where, stands here and
+nowhere else. Knows no transport.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .loader import CheckpointSource
+from .models.config import DecoderConfig
+from .shard_plan import ModelDimensions, ShardPlan, Share
+
+# Added to a sum over ranks, so only the leader may bring it.
+_SUMMED_BIASES = ("self_attn.o_proj.bias", "mlp.down_proj.bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Which part of a dimension, whole in the checkpoint with `full` positions, is this rank's."""
+
+    dim: int
+    share: Share
+    full: int
+
+
+def plan_shards(config: DecoderConfig, rank: int, world_size: int) -> ShardPlan:
+    """How the model is cut; raises ShardError where it cannot be."""
+    dimensions = ModelDimensions(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+    )
+    return ShardPlan.of(dimensions, rank, world_size)
+
+
+def local_config(config: DecoderConfig, plan: ShardPlan) -> DecoderConfig:
+    """The decoder that one rank runs; its vocabulary is the rank's part."""
+    return replace(
+        config,
+        num_heads=plan.heads.size,
+        num_kv_heads=plan.kv_heads.size,
+        intermediate_size=plan.ffn.size,
+        vocab_size=plan.vocab.size,
+    )
+
+
+class ShardedSource:
+    """A `TensorSource` of one rank's part."""
+
+    def __init__(self, source: CheckpointSource, config: DecoderConfig, plan: ShardPlan) -> None:
+        self._source = source
+        self._cuts = _cuts(config, plan)
+        self._adds_biases = plan.is_leader
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The rank's part, which has this shape; only it is read."""
+        cut = self._cut_of(name)
+        if cut is None:
+            tensor = self._source.tensor(name, shape)
+            is_added = name.endswith(_SUMMED_BIASES) and not self._adds_biases
+            return torch.zeros_like(tensor) if is_added else tensor
+        assert shape[cut.dim] == cut.share.size, f"{name}: {shape} does not fit {cut}"
+        full = (*shape[: cut.dim], cut.full, *shape[cut.dim + 1 :])
+        return self._source.part(name, full, cut.dim, cut.share.begin, cut.share.end)
+
+    def _cut_of(self, name: str) -> Cut | None:
+        module, _, kind = name.rpartition(".")
+        for ending, cut in self._cuts.items():
+            if module.endswith(ending):
+                # A bias has only the first dimension: it is cut with the rows, not the columns.
+                return cut if kind == "weight" or cut.dim == 0 else None
+        return None
+
+
+def _cuts(config: DecoderConfig, plan: ShardPlan) -> dict[str, Cut]:
+    """By the ending of the module's name: rows are cut where outputs are independent, columns
+    where the products are summed over ranks afterwards."""
+    heads = plan.heads.scaled(config.head_dim)
+    kv_heads = plan.kv_heads.scaled(config.head_dim)
+    return {
+        "embed_tokens": Cut(0, plan.vocab, config.vocab_size),
+        "lm_head": Cut(0, plan.vocab, config.vocab_size),
+        "self_attn.q_proj": Cut(0, heads, config.q_size),
+        "self_attn.k_proj": Cut(0, kv_heads, config.kv_size),
+        "self_attn.v_proj": Cut(0, kv_heads, config.kv_size),
+        "self_attn.o_proj": Cut(1, heads, config.q_size),
+        "mlp.gate_proj": Cut(0, plan.ffn, config.intermediate_size),
+        "mlp.up_proj": Cut(0, plan.ffn, config.intermediate_size),
+        "mlp.down_proj": Cut(1, plan.ffn, config.intermediate_size),
+    }
