@@ -12,7 +12,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from .config import CommandError, parse_bytes
+from ..protos.errors import PagefleetError
+from .config import ClusterConfig, CommandError, default_served_name, parse_bytes
 
 # Nothing here reports to anyone; set before Ray or the hub's client is imported.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -29,7 +30,181 @@ models_app = typer.Typer(help="Checkpoints on this machine.", no_args_is_help=Tr
 app.add_typer(models_app, name="models")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
+Server = Annotated[str, typer.Option(help="A gateway's gRPC address.")]
+ModelName = Annotated[str, typer.Option(help="Where more than one is served.")]
+_SERVER = "127.0.0.1:50051"
+_DEMO_BLOCKS = 256  # few enough to see single requests in the pictures of the pools
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        str | None, typer.Option(help="A checkpoint folder or a hub id, org/name.")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call it; the folder's name or the id.")
+    ] = None,
+    replicas: Annotated[int, typer.Option(help="How many copies of the model.")] = 1,
+    host: Annotated[str, typer.Option(help="Where the servers listen.")] = "127.0.0.1",
+    grpc_port: Annotated[int, typer.Option(help="0 = any free one.")] = 50051,
+    http_port: Annotated[int, typer.Option(help="0 = any free one.")] = 8000,
+    num_blocks: Annotated[int | None, typer.Option(help="KV pool of a replica, blocks.")] = None,
+    kv_memory: Annotated[str | None, typer.Option(help="The same in bytes, like 2GiB.")] = None,
+    gpu_memory_utilization: Annotated[
+        float | None, typer.Option(help="The same as a share of the device's memory.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
+    host_memory: Annotated[str, typer.Option(help="Second tier of a replica, in bytes.")] = "0",
+    max_model_len: Annotated[
+        int | None, typer.Option(help="The longest sequence; the model's own.")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences in one batch.")] = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in one step.")] = 2048,
+    enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse blocks of prefixes.")] = True,
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Results do not depend on the batch.")
+    ] = False,
+    address: Annotated[
+        str | None, typer.Option(help="A running Ray cluster; a private one is started without.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Serve a model over gRPC and HTTP until interrupted; SmolLM2-135M-Instruct without --model."""
+    from .default_model import NAME
+
+    config = ClusterConfig(
+        model=model or "",
+        served_model_name=served_model_name or (default_served_name(model) if model else NAME),
+        replicas=replicas,
+        host=host,
+        grpc_port=grpc_port,
+        http_port=http_port,
+        num_blocks=num_blocks,
+        kv_memory=parse_bytes(kv_memory) if kv_memory else None,
+        memory_fraction=gpu_memory_utilization,
+        block_size=block_size,
+        host_memory=parse_bytes(host_memory),
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        enable_prefix_caching=enable_prefix_caching,
+        dtype=dtype,
+        device=device,
+        deterministic=deterministic,
+        address=address,
+    )
+    from .serve_command import serve as run
+
+    run(config, Console(), as_json=as_json)
+
+
+@app.command()
+def demo(
+    replicas: Annotated[int, typer.Option(help="How many copies of the model.")] = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Start two replicas of the default model, ask a few questions, show the blocks, stop."""
+    from .default_model import NAME
+
+    config = ClusterConfig(
+        model="",
+        served_model_name=NAME,
+        replicas=replicas,
+        grpc_port=0,
+        http_port=0,
+        num_blocks=_DEMO_BLOCKS,
+    )
+    from .demo import demo as run
+
+    run(config, Console(), as_json=as_json)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="A message, or with --raw a text to continue.")],
+    server: Server = _SERVER,
+    model: ModelName = "",
+    system: Annotated[str, typer.Option(help="A system prompt.")] = "",
+    raw: Annotated[bool, typer.Option("--raw", help="Without the chat template.")] = False,
+    max_tokens: Annotated[int | None, typer.Option(help="Up to the model's context.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.7,
+    top_p: Annotated[float, typer.Option(help="1 = off.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0 = off.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Drawn by the gateway.")] = None,
+    n: Annotated[int, typer.Option("-n", "--n", help="Samples of the answer.")] = 1,
+    stop: Annotated[list[str] | None, typer.Option(help="May be given several times.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Send a prompt to a running cluster and print the answer as it comes."""
+    from ..protos.messages import SamplingParams
+    from .generate_command import generate as run
+
+    run(
+        server,
+        prompt,
+        SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            n=n,
+            stop=tuple(stop or ()),
+        ),
+        model=model,
+        system=system,
+        raw=raw,
+        as_json=as_json,
+        console=Console(),
+    )
+
+
+@app.command()
+def status(server: Server = _SERVER, as_json: AsJson = False) -> None:
+    """Replicas of a running cluster and the blocks of their pools."""
+    from .client import Client
+    from .status_view import state_as_json, status_view
+
+    with Client(server) as client:
+        state = client.cluster_state()
+    if as_json:
+        Console().print_json(data=state_as_json(state))
+    else:
+        Console().print(status_view(state))
+
+
+@app.command()
+def bench(
+    server: Server = _SERVER,
+    model: ModelName = "",
+    num_requests: Annotated[int, typer.Option(help="How many in all.")] = 64,
+    concurrency: Annotated[int, typer.Option(help="How many at once, at most.")] = 16,
+    request_rate: Annotated[
+        float | None, typer.Option(help="Arrivals per second; without, as fast as they end.")
+    ] = None,
+    input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 128,
+    output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 64,
+    prefix_len: Annotated[int, typer.Option(help="Tokens that all prompts share.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Put load on a running cluster and measure what its clients see."""
+    from .bench_command import BenchLoad, run_bench
+
+    load = BenchLoad(
+        num_requests=num_requests,
+        concurrency=concurrency,
+        input_len=input_len,
+        output_len=output_len,
+        prefix_len=prefix_len,
+        request_rate=request_rate,
+        seed=seed,
+    )
+    report = run_bench(server, model, load, as_json=as_json, console=Console())
+    if report.num_failed:
+        raise CommandError(f"{report.num_failed} requests failed: {report.first_error}")
 
 
 @app.command()
@@ -121,6 +296,6 @@ def main() -> None:
     """The entry point `pagefleet`: what a user can mend is one line, without a traceback."""
     try:
         app()
-    except CommandError as error:
+    except (CommandError, PagefleetError) as error:
         typer.echo(f"pagefleet: {error}", err=True)
         sys.exit(1)

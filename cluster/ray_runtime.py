@@ -10,7 +10,9 @@ other, on purpose.
 import logging
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,21 +36,31 @@ def ray_session(address: str | None, num_cpus: int | None = None) -> Generator[N
 
     num_cpus: what the private cluster may schedule; None = this machine's cores.
     """
-    if address is not None:
-        _join(address)
-        try:
-            yield
-        finally:
-            ray.shutdown()
-        return
     # Short: sockets lie below it, and their paths may have 107 bytes at most.
     folder = Path(tempfile.mkdtemp(prefix="pagefleet-", dir=_short_tmp()))
     try:
-        _start(folder, num_cpus)
+        with _own_signal_handler():
+            if address is None:
+                _start(folder, num_cpus)
+            else:
+                _join(address)
         yield
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _own_signal_handler() -> Generator[None]:
+    """`ray.init` takes SIGTERM for itself; afterwards it is this process's again."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _short_tmp() -> str | None:

@@ -1,0 +1,200 @@
+"""Starting a whole cluster and ending it: controller, replicas, gateway, in this order.
+
+Knows the parts, what they need of each other, and how long each may take. Knows nothing of
+requests. What is started here ends here, whatever happened in between.
+"""
+
+# Ray is not wholly typed.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+import logging
+import os
+import time
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from ..protos.messages import ClusterState, ReplicaInfo, ReplicaState
+from ..workers.config import WorkerConfig
+from .config import ClusterConfig, CommandError
+from .controller_actor import start_controller
+from .gateway_actor import GatewayAddresses, start_gateway
+from .ray_runtime import ray_session
+from .replica import ReplicaSpec
+from .supervisor import create_supervisor
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_CALL_TIMEOUT_S = 20.0
+_OPEN_TIMEOUT_S = 60.0
+_READY_TIMEOUT_S = 60.0  # from loaded replicas to the controller's "ready": one report
+_STOP_TIMEOUT_S = 15.0  # for each part; all of them together stay within a minute
+_POLL_S = 0.1
+_CPU_SHARE = 0.5  # of the free memory, for the KV pools of all replicas on this machine
+
+OnProgress = Callable[[str], None]
+Actor = ActorHandle[object]
+
+
+@dataclass(frozen=True, slots=True)
+class RunningCluster:
+    """A cluster that answers."""
+
+    controller: Actor
+    supervisor: Actor
+    gateway: Actor
+    replicas: tuple[ReplicaInfo, ...]
+    addresses: GatewayAddresses
+
+    def state(self) -> ClusterState:
+        """Every replica's blocks, as the controller sees them now."""
+        return _get(self.controller.cluster_state.remote(), ClusterState)
+
+    def check(self) -> None:
+        """Raise CommandError if a part that nothing else restarts has died."""
+        for name, actor in (("supervisor", self.supervisor), ("gateway", self.gateway)):
+            try:
+                ray.get(actor.__ray_ready__.remote(), timeout=_CALL_TIMEOUT_S)
+            except RayActorError as error:
+                raise CommandError(f"the {name} has died: {error}") from error
+            except GetTimeoutError:
+                logger.warning("the %s did not answer within %g s", name, _CALL_TIMEOUT_S)
+
+
+@contextmanager
+def running_cluster(config: ClusterConfig, on_progress: OnProgress) -> Generator[RunningCluster]:
+    """Ray and a ready cluster on it, until the block ends.
+
+    A start that fails raises CommandError, and what had been started is gone by then.
+    """
+    on_progress("starting Ray" if config.address is None else f"joining Ray at {config.address}")
+    num_cpus = max(os.cpu_count() or 1, config.replicas * config.tp)
+    with ray_session(config.address, num_cpus), started_cluster(config, on_progress) as cluster:
+        yield cluster
+
+
+@contextmanager
+def started_cluster(config: ClusterConfig, on_progress: OnProgress) -> Generator[RunningCluster]:
+    """A ready cluster in the Ray session that this process already has."""
+    with ExitStack() as started:
+        started.callback(on_progress, "stopped")
+        cluster = _start(config, on_progress, started)
+        started.callback(on_progress, "stopping")
+        yield cluster
+
+
+def _start(config: ClusterConfig, on_progress: OnProgress, started: ExitStack) -> RunningCluster:
+    controller = cast(Actor, start_controller())
+    started.callback(ray.kill, controller)
+    word = "replica" if config.replicas == 1 else "replicas"
+    on_progress(f"loading {config.served_model_name} into {config.replicas} {word}")
+    supervisor = create_supervisor(_replica_specs(config), controller)
+    started.callback(_stop, "supervisor", supervisor)
+    replicas = _start_replicas(supervisor)
+    on_progress("opening the gateway")
+    gateway = start_gateway(controller)
+    started.callback(_stop, "gateway", gateway)
+    addresses = _open_gateway(gateway, config)
+    cluster = RunningCluster(controller, supervisor, gateway, replicas, addresses)
+    on_progress("waiting for the first reports")
+    _wait_ready(cluster, config.replicas)
+    return cluster
+
+
+def _replica_specs(config: ClusterConfig) -> list[ReplicaSpec]:
+    num_gpus = _gpus_per_rank(config)
+    # Replicas of one machine share its cores; a GPU's host work keeps one core busy.
+    cores = (os.cpu_count() or 1) // (config.replicas * config.tp)
+    num_cpus = 1 if num_gpus or config.address is not None else max(1, cores)
+    worker = _worker_config(config, num_cpus, on_gpu=num_gpus > 0)
+    return [
+        ReplicaSpec(f"replica-{number}", config.served_model_name, worker, num_cpus, num_gpus)
+        for number in range(config.replicas)
+    ]
+
+
+def _gpus_per_rank(config: ClusterConfig) -> int:
+    """1 where GPUs are wanted and Ray has enough, 0 on the CPU."""
+    if config.device == "cpu":
+        return 0
+    have = int(cast("dict[str, float]", ray.cluster_resources()).get("GPU", 0))
+    need = config.replicas * config.tp
+    if config.device == "cuda" and have < need:
+        raise CommandError(f"--device cuda: {need} GPUs are needed, Ray has {have}")
+    return 1 if have >= need else 0
+
+
+def _worker_config(config: ClusterConfig, num_threads: int, *, on_gpu: bool) -> WorkerConfig:
+    fraction = config.memory_fraction
+    is_sized = config.num_blocks is not None or config.kv_memory is not None
+    if fraction is None and not is_sized and not on_gpu and config.address is None:
+        fraction = _CPU_SHARE / max(2, config.replicas)
+    return WorkerConfig(
+        model=config.model,
+        device="cuda" if on_gpu else "cpu",
+        dtype=config.dtype,
+        block_size=config.block_size,
+        num_blocks=config.num_blocks,
+        kv_memory=config.kv_memory,
+        memory_fraction=fraction,
+        host_memory=config.host_memory,
+        max_context=config.max_model_len,
+        max_num_sequences=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+        deterministic=config.deterministic,
+        num_threads=num_threads,
+    )
+
+
+def _start_replicas(supervisor: Actor) -> tuple[ReplicaInfo, ...]:
+    """Every replica, loaded; how long that takes depends on the model, so there is no limit."""
+    try:
+        return cast("tuple[ReplicaInfo, ...]", ray.get(supervisor.start.remote()))
+    except RayTaskError as error:
+        raise CommandError(f"a replica could not be started: {error.cause}") from error
+    except RayError as error:
+        raise CommandError(f"the replicas could not be started: {error}") from error
+
+
+def _open_gateway(gateway: Actor, config: ClusterConfig) -> GatewayAddresses:
+    try:
+        reply = gateway.start.remote(config.host, config.grpc_port, config.http_port)
+        return cast(GatewayAddresses, ray.get(reply, timeout=_OPEN_TIMEOUT_S))
+    except RayTaskError as error:
+        raise CommandError(f"the gateway could not listen: {error.cause}") from error
+    except RayError as error:
+        raise CommandError(f"the gateway could not be started: {error}") from error
+
+
+def _wait_ready(cluster: RunningCluster, num_replicas: int) -> None:
+    deadline = time.monotonic() + _READY_TIMEOUT_S
+    while time.monotonic() < deadline:
+        states = [replica.state for replica in cluster.state().replicas]
+        if states.count(ReplicaState.READY) >= num_replicas:
+            return
+        time.sleep(_POLL_S)
+    raise CommandError(f"the replicas did not report within {_READY_TIMEOUT_S:g} s")
+
+
+def _stop(name: str, actor: Actor) -> None:
+    """Ask a part to end, and end it if it does not."""
+    try:
+        ray.get(actor.stop.remote(), timeout=_STOP_TIMEOUT_S)
+    except RayError as error:  # GetTimeoutError is one
+        logger.warning("the %s did not stop by itself: %s", name, type(error).__name__)
+    ray.kill(actor)
+
+
+def _get(reference: object, kind: type[T]) -> T:
+    value = ray.get(cast("ray.ObjectRef[object]", reference), timeout=_CALL_TIMEOUT_S)
+    assert isinstance(value, kind), f"{value!r} is no {kind.__name__}"
+    return value

@@ -1,0 +1,117 @@
+"""`pagefleet serve`: a cluster that runs until it is told to stop.
+
+Knows signals, the display of the start, and what is printed when the cluster is ready. The start
+itself is `serve`'s.
+"""
+
+import json
+import re
+import signal
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from .config import ClusterConfig, CommandError
+from .models_command import fetch_default
+from .serve import OnProgress, RunningCluster, running_cluster
+from .tables import make_table
+
+_CHECK_PERIOD_S = 5.0
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def serve(config: ClusterConfig, console: Console, *, as_json: bool) -> None:
+    """Start, say where it listens, and stay until SIGTERM or SIGINT."""
+    say = Console(stderr=True)
+    with (
+        until_signalled(),
+        start_display(say) as on_progress,
+        running_cluster(resolve_model(config, say), on_progress) as cluster,
+    ):
+        _announce(config, cluster, console, as_json=as_json)
+        while True:
+            time.sleep(_CHECK_PERIOD_S)
+            cluster.check()
+
+
+def resolve_model(config: ClusterConfig, console: Console) -> ClusterConfig:
+    """The default model where none is named; a folder must be one, other names are hub ids."""
+    if not config.model:
+        return replace(config, model=str(fetch_default(console)))
+    folder = Path(config.model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise CommandError(f"{folder} has no config.json: it is no checkpoint folder")
+        return replace(config, model=str(folder.resolve()))
+    if _HUB_ID.fullmatch(config.model) is None:
+        raise CommandError(f"{config.model} is neither a folder nor a hub id like org/name")
+    return config
+
+
+@contextmanager
+def until_signalled() -> Generator[None]:
+    """The first SIGTERM or SIGINT ends the block, quietly; more of them change nothing."""
+    was_signalled = False
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        nonlocal was_signalled
+        if not was_signalled:
+            was_signalled = True
+            raise KeyboardInterrupt  # the one exception that Ray's waits let through
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    try:
+        yield
+    except KeyboardInterrupt:
+        return
+    except SystemExit:  # raised by Ray's own handler, which stands while Ray starts
+        return
+
+
+@contextmanager
+def start_display(console: Console) -> Generator[OnProgress]:
+    """A spinner with what is being done and for how long; plain lines without a terminal."""
+    began = time.monotonic()
+    with console.status("") as status:
+
+        def show(what: str) -> None:
+            if console.is_terminal:
+                status.update(what)
+            console.print(f"[dim]{time.monotonic() - began:5.1f} s[/dim]  {what}", highlight=False)
+
+        yield show
+
+
+def _announce(
+    config: ClusterConfig, cluster: RunningCluster, console: Console, *, as_json: bool
+) -> None:
+    addresses = cluster.addresses
+    if as_json:
+        facts = {
+            "model": config.served_model_name,
+            "grpc": addresses.grpc,
+            "http": addresses.http,
+            "replicas": [
+                {"replica_id": info.replica_id, "num_blocks": info.num_blocks}
+                for info in cluster.replicas
+            ],
+        }
+        print(json.dumps(facts), flush=True)
+        return
+    table = make_table(("replica", "blocks", "tokens"))
+    for info in cluster.replicas:
+        tokens = info.num_blocks * info.identity.block_size
+        table.add_row(info.replica_id, f"{info.num_blocks:,}", f"{tokens:,}")
+    console.print(table)
+    console.print(f"{config.served_model_name} is ready", style="bold green", highlight=False)
+    console.print(f"  gRPC  {addresses.grpc}", highlight=False)
+    console.print(f"  HTTP  http://{addresses.http}/v1", highlight=False)
+    if config.host in ("127.0.0.1", "localhost", "::1"):
+        console.print("  reachable from this machine only; --host opens it", highlight=False)
+    console.print("Ctrl-C ends it.", highlight=False)

@@ -1,0 +1,79 @@
+"""`pagefleet serve` as a user runs it: its own process, its own Ray, and a clean end."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.ray
+
+PAGEFLEET = str(Path(sys.executable).parent / "pagefleet")
+SERVE = (PAGEFLEET, "serve", "--grpc-port", "0", "--http-port", "0", "--json")
+
+
+def processes_of(temp_dir: Path) -> list[psutil.Process]:
+    """Ray's processes name its temporary folder; a private one lies below `temp_dir`."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(temp_dir) in " ".join(process.info["cmdline"] or ())
+    ]
+
+
+@pytest.fixture
+def serving(tiny_model: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [*SERVE, "--model", str(tiny_model), "--replicas", "1", "--num-blocks", "64"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        if process.poll() is None:
+            process.kill()
+
+
+def run(*arguments: str) -> str:
+    command = [PAGEFLEET, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_serve_answers_and_ends_with_zero(serving: subprocess.Popen[str]):
+    assert serving.stdout is not None
+    facts = json.loads(serving.stdout.readline())
+    assert facts["replicas"] == [{"replica_id": "replica-0", "num_blocks": 64}]
+    server = ("--server", facts["grpc"])
+    state = json.loads(run("status", *server, "--json"))
+    assert state["replicas"][0]["state"] == "ready"
+    assert "replica-0" in run("status", *server)
+    answer = json.loads(run("generate", "Hello", *server, "--max-tokens", "5", "--json"))
+    assert answer["outputs"][0]["usage"]["completion_tokens"] <= 5
+    load = ("--num-requests", "8", "--input-len", "20", "--output-len", "8")
+    report = json.loads(run("bench", *server, *load, "--json"))
+    assert (report["num_ok"], report["num_failed"]) == (8, 0)
+    children = psutil.Process(serving.pid).children(recursive=True)
+    serving.send_signal(signal.SIGTERM)
+    assert serving.wait(timeout=60) == 0
+    gone, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
+    assert gone
+
+
+def test_serve_that_cannot_start_says_why_and_leaves_nothing(tiny_model: Path, tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    command = [*SERVE, "--model", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 1
+    assert "could not be started" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+def test_serve_can_be_stopped_while_it_starts(serving: subprocess.Popen[str]):
+    with pytest.raises(subprocess.TimeoutExpired):
+        serving.wait(timeout=7)  # somewhere between Ray's start and the first report
+    children = psutil.Process(serving.pid).children(recursive=True)
+    serving.send_signal(signal.SIGINT)
+    assert serving.wait(timeout=60) == 0
+    assert not psutil.wait_procs(children, timeout=20)[1]
