@@ -1,0 +1,344 @@
+"""OpenAI-style HTTP on the gateway: chats, completions, models, health.
+
+    body ─► openai_schema ─► GenerateCall ─► gateway ─► OutputDelta ─► openai_format ─► client
+
+Turns bodies into calls and errors of the tree into statuses; decides nothing. An error that comes
+before the first token has its own status, a later one ends the stream with an error event.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from fastapi import FastAPI, Request
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from ..protos.errors import InternalError, InvalidArgument, ModelNotFound, PagefleetError
+from .gateway import Gateway, Generation
+from .generation import GenerateCall, GenerationUsage, OutputDelta, Prompt, merge_deltas
+from .http_streams import EventStream, JsonResponse, or_disconnect, read_body
+from .model_catalog import ServedModel
+from .openai_format import (
+    ChatFormat,
+    CompletionFormat,
+    Format,
+    Json,
+    ShownTokens,
+    envelope,
+    error_body,
+    error_headers,
+    finish,
+    sample_details,
+    usage_body,
+)
+from .openai_schema import ChatBody, CompletionBody, RequestBody, problem_of
+
+logger = logging.getLogger(__name__)
+
+TENANT_HEADER = "x-pagefleet-tenant"
+TIMEOUT_HEADER = "x-request-timeout-ms"
+RETRY_TOKEN_HEADER = "retry-token"
+
+_MAX_BODY_BYTES = 16 * 2**20
+
+BodyT = TypeVar("BodyT", bound=RequestBody)
+
+
+def make_app(gateway: Gateway) -> FastAPI:
+    """The application; run it in the gateway's loop."""
+    app = FastAPI(title="pagefleet", docs_url=None, redoc_url=None, openapi_url=None)
+    _add_error_handlers(app)
+    endpoints = OpenAIEndpoints(gateway)
+    app.add_api_route("/v1/chat/completions", endpoints.chat, methods=["POST"])
+    app.add_api_route("/v1/completions", endpoints.complete, methods=["POST"])
+    app.add_api_route("/v1/models", endpoints.models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", endpoints.model, methods=["GET"])
+    app.add_api_route("/health", endpoints.health, methods=["GET"])
+    app.add_api_route("/ready", endpoints.ready, methods=["GET"])
+    return app
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The generations of one HTTP request, and how they are written."""
+
+    request_id: str
+    generations: Sequence[Generation]
+    format: Format
+    num_samples: int
+
+    @property
+    def model(self) -> str:
+        """All have the same."""
+        return self.generations[0].model.card.model
+
+    async def close(self) -> None:
+        """Stop what still runs."""
+        for generation in self.generations:
+            await generation.aclose()
+
+
+class OpenAIEndpoints:
+    """One method per route."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions"""
+        body = await _parse(request, ChatBody)
+        call = _call(request, body, body.prompt, "chatcmpl")
+        return await self._answer(request, body, [call], ChatFormat())
+
+    async def complete(self, request: Request) -> Response:
+        """POST /v1/completions"""
+        body = await _parse(request, CompletionBody)
+        calls = [_call(request, body, prompt, "cmpl") for prompt in body.prompts]
+        return await self._answer(request, body, calls, CompletionFormat())
+
+    async def models(self) -> Response:
+        """GET /v1/models"""
+        models = await self._gateway.models()
+        return JsonResponse({"object": "list", "data": [_model(model) for model in models]})
+
+    async def model(self, name: str) -> Response:
+        """GET /v1/models/{name}"""
+        models = await self._gateway.models()
+        for model in models:
+            if name == model.card.model or name in model.card.aliases:
+                return JsonResponse(_model(model))
+        raise ModelNotFound(name, tuple(model.card.model for model in models))
+
+    async def health(self) -> Response:
+        """GET /health: the process answers."""
+        return JsonResponse({"status": "ok"})
+
+    async def ready(self) -> Response:
+        """GET /ready: some model can answer."""
+        if not self._gateway.is_ready:
+            return JsonResponse({"status": "no replica is ready"}, status_code=503)
+        return JsonResponse({"status": "ready"})
+
+    async def _answer(
+        self, request: Request, body: RequestBody, calls: list[GenerateCall], form: Format
+    ) -> Response:
+        generations: list[Generation] = []
+        answer = _Answer(calls[0].request_id, generations, form, body.num_samples)
+        is_handed_over = False
+        try:
+            for call in calls:
+                generations.append(await self._gateway.generate(call))
+            if body.stream:
+                chunks = _chunks(answer, body.wants_usage_chunk)
+                first = await or_disconnect(request.receive, anext(chunks))
+                is_handed_over = True
+                return EventStream(_with_first(first, chunks), partial(_close, chunks, answer))
+            return JsonResponse(await or_disconnect(request.receive, _whole(answer)))
+        finally:
+            if not is_handed_over:
+                await answer.close()
+
+
+# -- requests --------------------------------------------------------------------------------
+
+
+async def _parse(request: Request, kind: type[BodyT]) -> BodyT:
+    data = await read_body(request, _MAX_BODY_BYTES)
+    try:
+        body = kind.model_validate_json(data)
+    except ValidationError as error:
+        raise problem_of(error) from None
+    body.refuse_unsupported()
+    return body
+
+
+def _call(request: Request, body: RequestBody, prompt: Prompt, prefix: str) -> GenerateCall:
+    assert isinstance(body, ChatBody | CompletionBody), f"no endpoint takes {type(body)}"
+    headers = request.headers
+    return GenerateCall(
+        prompt=prompt,
+        model=body.model,
+        sampling=body.sampling_params,
+        cache_salt=body.cache_salt,
+        admission_class=body.admission,
+        priority=body.priority,
+        tenant=headers.get(TENANT_HEADER, ""),
+        request_id=body.request_id or f"{prefix}-{secrets.token_hex(12)}",
+        deadline_s=_timeout_s(headers.get(TIMEOUT_HEADER)),
+        retry_token=headers.get(RETRY_TOKEN_HEADER, ""),
+    )
+
+
+def _timeout_s(header: str | None) -> float | None:
+    if header is None:
+        return None
+    if not header.isascii() or not header.isdigit() or len(header) > 12:
+        raise InvalidArgument(TIMEOUT_HEADER, "must be a number of milliseconds")
+    return int(header) / 1000
+
+
+# -- answers ---------------------------------------------------------------------------------
+
+
+async def _whole(answer: _Answer) -> Json:
+    """One body, when all is there."""
+    deltas = await asyncio.gather(*(_collect(generation) for generation in answer.generations))
+    choices: list[Json] = []
+    usages: list[GenerationUsage] = []
+    for generation, outputs in zip(answer.generations, deltas, strict=True):
+        for output in outputs:
+            choice = answer.format.whole_choice(generation, output)
+            choices.append({"index": len(choices)} | choice | finish(output.finish_reason))
+            usages += [output.usage] if output.usage is not None else []
+    body = envelope(answer.format.whole_object, answer.request_id, answer.model)
+    return body | {
+        "choices": choices,
+        "usage": usage_body(usages, answer.num_samples),
+        "pagefleet": sample_details(answer.generations, usages),
+    }
+
+
+async def _collect(generation: Generation) -> list[OutputDelta]:
+    return merge_deltas([delta async for batch in generation for delta in batch])
+
+
+async def _chunks(answer: _Answer, wants_usage: bool) -> AsyncGenerator[object, None]:
+    """The events of a stream. Only the first one raises: then no status has been sent."""
+    usages: dict[int, GenerationUsage] = {}
+    shown: dict[int, ShownTokens] = {}
+    is_first = True
+    try:
+        async for which, batch in _batches(answer.generations):
+            for delta in merge_deltas(batch):
+                index = which * answer.num_samples + delta.index
+                if delta.usage is not None:
+                    usages[index] = delta.usage
+                generation = answer.generations[which]
+                for choice in _choices(answer.format, generation, delta, index, shown):
+                    yield _chunk(answer, [choice], wants_usage)
+                    is_first = False
+        if wants_usage:
+            ordered = [usages[index] for index in sorted(usages)]
+            usage = usage_body(ordered, answer.num_samples)
+            details = sample_details(answer.generations, ordered)
+            yield _chunk(answer, [], False) | {"usage": usage, "pagefleet": details}
+        yield "[DONE]"
+    except PagefleetError as error:
+        if is_first:
+            raise
+        yield error_body(error)
+
+
+def _choices(
+    form: Format,
+    generation: Generation,
+    delta: OutputDelta,
+    index: int,
+    shown: dict[int, ShownTokens],
+) -> list[Json]:
+    """What a delta adds to the stream of its choice."""
+    choices: list[Json | None] = []
+    if index not in shown:
+        shown[index] = ShownTokens()
+        choices.append(form.first_chunk())
+    content = form.chunk_choice(generation, delta, shown[index])
+    if content is not None:
+        choices.append(content | finish(delta.finish_reason))
+    no_reason = finish(None)
+    return [{"index": index} | no_reason | choice for choice in choices if choice is not None]
+
+
+def _chunk(answer: _Answer, choices: list[Json], wants_usage: bool) -> Json:
+    chunk = envelope(answer.format.chunk_object, answer.request_id, answer.model)
+    chunk["choices"] = choices
+    if wants_usage:
+        chunk["usage"] = None  # OpenAI's chunks have the key, empty, when usage was asked for
+    return chunk
+
+
+async def _batches(
+    generations: Sequence[Generation],
+) -> AsyncIterator[tuple[int, list[OutputDelta]]]:
+    """The batches of all generations as they come, each with its generation's number."""
+    queue: asyncio.Queue[tuple[int, list[OutputDelta]] | PagefleetError | None] = asyncio.Queue()
+
+    async def read(which: int, generation: Generation) -> None:
+        try:
+            async for batch in generation:
+                queue.put_nowait((which, batch))
+            queue.put_nowait(None)
+        except PagefleetError as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(read(i, generation)) for i, generation in enumerate(generations)]
+    num_open = len(tasks)
+    try:
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, PagefleetError):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _close(chunks: AsyncGenerator[object, None], answer: _Answer) -> None:
+    await chunks.aclose()
+    await answer.close()
+
+
+async def _with_first(first: object, rest: AsyncIterator[object]) -> AsyncIterator[object]:
+    yield first
+    async for item in rest:
+        yield item
+
+
+def _model(model: ServedModel) -> Json:
+    card = model.card
+    return {
+        "id": card.model,
+        "object": "model",
+        "created": 0,
+        "owned_by": "pagefleet",
+        "max_model_len": card.max_context,
+    }
+
+
+# -- errors ----------------------------------------------------------------------------------
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """Every error leaves as `{"error": …}`, also those of the framework."""
+
+    async def ours(_: Request, error: Exception) -> Response:
+        assert isinstance(error, PagefleetError), f"registered for the tree, got {error!r}"
+        return _error_response(error)
+
+    async def framework(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException), f"registered for HTTP errors, got {error!r}"
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        body = {"message": error.detail, "type": kind, "param": None, "code": None}
+        return JsonResponse({"error": body}, status_code=error.status_code, headers=error.headers)
+
+    async def bug(_: Request, error: Exception) -> Response:
+        return _error_response(InternalError("a fault in the server; its log says more"))
+
+    app.add_exception_handler(PagefleetError, ours)
+    app.add_exception_handler(HTTPException, framework)
+    app.add_exception_handler(Exception, bug)
+
+
+def _error_response(error: PagefleetError) -> Response:
+    return JsonResponse(
+        error_body(error), status_code=error.http_status, headers=error_headers(error)
+    )

@@ -1,0 +1,239 @@
+"""OpenAI-style answers out of the gateway's deltas: whole bodies, stream chunks, errors.
+
+Knows shapes only. What OpenAI has no word for stands under the key "pagefleet".
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..protos.errors import InvalidArgument, PagefleetError
+from ..protos.messages import FinishReason, TokenLogprobs
+from .detokenizer import TokenPieces
+from .gateway import Generation
+from .generation import GenerationUsage, OutputDelta, best_tokens
+
+Json = dict[str, object]
+
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
+# Where the public proto and OpenAI call the same thing by different names.
+_PARAMS = {
+    "text": "prompt",
+    "token_ids": "prompt",
+    "token_ids.ids": "prompt",
+    "chat": "messages",
+    "chat.messages": "messages",
+}
+
+
+def error_body(error: PagefleetError) -> Json:
+    """`{"error": …}` as OpenAI's clients read it."""
+    param = None
+    if isinstance(error, InvalidArgument):
+        param = _PARAMS.get(error.field, error.field.removeprefix("sampling."))
+    message = error.message
+    if isinstance(error, InvalidArgument):
+        message = f"{param}: {error.problem}"
+    return {
+        "error": {
+            "message": message,
+            "type": _ERROR_TYPES.get(error.http_status, "server_error"),
+            "param": param,
+            "code": error.reason.lower(),
+        }
+    }
+
+
+def error_headers(error: PagefleetError) -> dict[str, str]:
+    """When to come back: whole seconds for everyone, milliseconds for who reads them."""
+    headers: dict[str, str] = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(math.ceil(error.retry_after_s))
+        headers["retry-after-ms"] = str(round(error.retry_after_s * 1000))
+    if error.retry_token:
+        headers["retry-token"] = error.retry_token
+    return headers
+
+
+class ShownTokens:
+    """The tokens of one sample whose text may be shown by now, with their log-probabilities.
+
+    A token whose text is withheld for a stop string would give it away, so it waits for its text;
+    one that belongs to a stop string is never shown.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, TokenLogprobs]] = []
+        self._shown = 0
+
+    def push(self, delta: OutputDelta) -> list[tuple[int, TokenLogprobs]]:
+        """(offset of its text's end, log-probabilities) of each token that can be shown now."""
+        self._waiting.extend(zip(delta.text_ends, delta.logprobs, strict=False))
+        self._shown += len(delta.text)
+        count = 0
+        while count < len(self._waiting) and self._waiting[count][0] <= self._shown:
+            count += 1
+        ready, self._waiting = self._waiting[:count], self._waiting[count:]
+        return ready
+
+
+class Format(Protocol):
+    """How one endpoint writes its choices."""
+
+    whole_object: str
+    chunk_object: str
+
+    def whole_choice(self, generation: Generation, delta: OutputDelta) -> Json:
+        """A complete choice, without its index and finish reason."""
+        ...
+
+    def first_chunk(self) -> Json | None:
+        """What a choice's stream begins with, if anything."""
+        ...
+
+    def chunk_choice(
+        self, generation: Generation, delta: OutputDelta, shown: ShownTokens
+    ) -> Json | None:
+        """What a delta adds to a choice; None if nothing can be shown."""
+        ...
+
+
+class ChatFormat:
+    """`/v1/chat/completions`."""
+
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def whole_choice(self, generation: Generation, delta: OutputDelta) -> Json:
+        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        logprobs = self._logprobs(generation, ShownTokens().push(delta))
+        return {"message": message, "logprobs": logprobs}
+
+    def first_chunk(self) -> Json | None:
+        return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+
+    def chunk_choice(
+        self, generation: Generation, delta: OutputDelta, shown: ShownTokens
+    ) -> Json | None:
+        ready = shown.push(delta)
+        if not (delta.text or ready or delta.finish_reason):
+            return None
+        content = {"content": delta.text} if delta.text or ready else {}
+        return {"delta": content, "logprobs": self._logprobs(generation, ready)}
+
+    def _logprobs(
+        self, generation: Generation, ready: list[tuple[int, TokenLogprobs]]
+    ) -> Json | None:
+        num_best = generation.sampling.logprobs
+        if num_best is None:
+            return None
+        pieces = generation.model.tokenizer.pieces
+        content: list[Json] = []
+        for _, entry in ready:
+            best = [_token(pieces, i, logprob) for i, logprob in best_tokens(entry, num_best)]
+            token = _token(pieces, entry.token_ids[0], entry.logprobs[0])
+            content.append(token | {"top_logprobs": best})
+        return {"content": content, "refusal": None}
+
+
+class CompletionFormat:
+    """`/v1/completions`."""
+
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def whole_choice(self, generation: Generation, delta: OutputDelta) -> Json:
+        logprobs = self._logprobs(generation, ShownTokens().push(delta))
+        return {"text": delta.text, "logprobs": logprobs}
+
+    def first_chunk(self) -> Json | None:
+        return None
+
+    def chunk_choice(
+        self, generation: Generation, delta: OutputDelta, shown: ShownTokens
+    ) -> Json | None:
+        ready = shown.push(delta)
+        if not (delta.text or ready or delta.finish_reason):
+            return None
+        return {"text": delta.text, "logprobs": self._logprobs(generation, ready)}
+
+    def _logprobs(
+        self, generation: Generation, ready: list[tuple[int, TokenLogprobs]]
+    ) -> Json | None:
+        num_best = generation.sampling.logprobs
+        if num_best is None:
+            return None
+        pieces = generation.model.tokenizer.pieces
+        tokens = [_text(pieces, entry.token_ids[0]) for _, entry in ready]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [entry.logprobs[0] for _, entry in ready],
+            "top_logprobs": [
+                {_text(pieces, i): logprob for i, logprob in best_tokens(entry, num_best)}
+                for _, entry in ready
+            ],
+            "text_offset": [
+                max(end - len(token), 0) for (end, _), token in zip(ready, tokens, strict=True)
+            ],
+        }
+
+
+def finish(reason: FinishReason | None) -> Json:
+    """A choice's `finish_reason`; OpenAI knows no other words than stop and length."""
+    if reason is None or reason in (FinishReason.STOP, FinishReason.LENGTH):
+        return {"finish_reason": None if reason is None else reason.value}
+    return {"finish_reason": "length", "pagefleet": {"finish_reason": reason.value}}
+
+
+def usage_body(usages: Sequence[GenerationUsage], num_samples: int) -> Json:
+    """The usage of a whole request; prompts count once, however many samples they have."""
+    prompt_tokens = sum(usage.prompt_tokens for usage in usages[::num_samples])
+    cached_tokens = sum(usage.cached_tokens for usage in usages[::num_samples])
+    completion_tokens = sum(usage.completion_tokens for usage in usages)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def sample_details(generations: Sequence[Generation], usages: Sequence[GenerationUsage]) -> Json:
+    """What a client may want to know of how it was served."""
+    return {
+        "seeds": [generation.seed for generation in generations],
+        "samples": [
+            {
+                "replica": usage.replica,
+                "resumes": usage.resumes,
+                "preemptions": usage.preemptions,
+                "admission_s": usage.admission_s,
+                "queued_s": usage.queued_s,
+                "first_token_s": usage.first_token_s,
+                "total_s": usage.total_s,
+            }
+            for usage in usages
+        ],
+    }
+
+
+def envelope(kind: str, request_id: str, model: str) -> Json:
+    """What every body and chunk begins with."""
+    return {"id": request_id, "object": kind, "created": int(time.time()), "model": model}
+
+
+def _token(pieces: TokenPieces, token_id: int, logprob: float) -> Json:
+    data = pieces.piece(token_id)
+    return {"token": _text(pieces, token_id), "logprob": logprob, "bytes": list(data)}
+
+
+def _text(pieces: TokenPieces, token_id: int) -> str:
+    return pieces.piece(token_id).decode("utf-8", "replace")
