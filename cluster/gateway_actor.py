@@ -1,0 +1,51 @@
+"""The gateway as a Ray actor: its servers run in the actor's own event loop.
+
+Ray starts and ends it; clients never meet Ray. It takes no CPU of its own in Ray's books.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+import secrets
+
+import ray
+from ray.actor import ActorHandle
+
+from .controller_client import RayControllerClient
+from .gateway_servers import GatewayAddresses, GatewayServers
+
+__all__ = ["GatewayActor", "GatewayAddresses", "start_gateway"]
+
+_STOP_GRACE_S = 10.0
+
+
+class GatewayActor:
+    """One gateway; made an actor by `start_gateway`."""
+
+    def __init__(self, controller: ActorHandle[object]) -> None:
+        # A new id in each life: leases and streams of the last one are not its own.
+        gateway_id = f"gateway-{secrets.token_hex(8)}"
+        self._controller = RayControllerClient(controller)
+        self._gateway_id = gateway_id
+        self._servers: GatewayServers | None = None
+
+    async def start(self, host: str, grpc_port: int, http_port: int) -> GatewayAddresses:
+        """Listen for clients; OSError if a port is taken."""
+        # made here: gRPC's servers belong to the loop they are made in
+        servers = GatewayServers(self._gateway_id, self._controller)
+        addresses = await servers.start(host, grpc_port, http_port)
+        self._servers = servers
+        return addresses
+
+    async def stop(self, grace_s: float = _STOP_GRACE_S) -> None:
+        """Take no new calls, let running ones end, close."""
+        servers, self._servers = self._servers, None
+        if servers is not None:
+            await servers.stop(grace_s)
+
+
+def start_gateway(
+    controller: ActorHandle[object], *, name: str | None = None, namespace: str | None = None
+) -> ActorHandle[GatewayActor]:
+    """Create the actor. It is not restarted by itself: its ports would be others."""
+    actor = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(GatewayActor)
+    return actor.options(name=name, namespace=namespace).remote(controller)

@@ -1,0 +1,60 @@
+"""A gateway with both its fronts listening, started and ended as one. Knows no Ray."""
+
+import asyncio
+from dataclasses import dataclass
+
+from .controller_client import ControllerClient
+from .gateway import Gateway
+from .grpc_server import GrpcServer
+from .http_server import HttpServer
+from .openai_api import make_app
+
+_READINESS_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayAddresses:
+    """Where clients find a gateway. grpc: host:port. http: the URL's beginning."""
+
+    grpc: str
+    http: str
+
+
+class GatewayServers:
+    """Lives on the loop that calls `start`."""
+
+    def __init__(self, gateway_id: str, controller: ControllerClient) -> None:
+        self._gateway = Gateway(gateway_id, controller)
+        self._grpc = GrpcServer(self._gateway)
+        self._http = HttpServer(make_app(self._gateway))
+        self._readiness: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, grpc_port: int, http_port: int) -> GatewayAddresses:
+        """Listen on both ports (0 = any free one). OSError if one is taken; then none is open."""
+        try:
+            bound_http = await self._http.start(host, http_port)
+            bound_grpc = await self._grpc.start(host, grpc_port)
+        except OSError:
+            await self._http.stop(0)
+            raise
+        await self._gateway.start()
+        self._readiness = asyncio.create_task(self._follow_readiness())
+        shown = f"[{host}]" if ":" in host else host
+        return GatewayAddresses(f"{shown}:{bound_grpc}", f"http://{shown}:{bound_http}")
+
+    async def stop(self, grace_s: float) -> None:
+        """NOT_SERVING and no new calls at once; running ones have `grace_s` to end."""
+        if self._readiness is not None:
+            self._readiness.cancel()
+            await asyncio.gather(self._readiness, return_exceptions=True)
+        await asyncio.gather(self._grpc.stop(grace_s), self._http.stop(grace_s))
+        await self._gateway.close()
+
+    async def _follow_readiness(self) -> None:
+        """The health service says what the gateway can do."""
+        was_ready = False
+        while True:
+            if self._gateway.is_ready != was_ready:
+                was_ready = self._gateway.is_ready
+                await self._grpc.set_serving(was_ready)
+            await asyncio.sleep(_READINESS_S)
