@@ -8,6 +8,7 @@ actor sets `worker_environment` on it: some variables must stand before torch is
 
 import asyncio
 import gc
+import sys
 from collections.abc import Awaitable
 from typing import TypeVar, cast
 
@@ -80,6 +81,9 @@ class Worker:
     def start(self) -> ReplicaInfo:
         """Load the model, serve, register. A new incarnation each time."""
         assert self._leader is None, "one actor is one incarnation"
+        # Python's 5 ms are several steps of a small model, and tokens would wait that long for
+        # the thread that sends them.
+        sys.setswitchinterval(0.0005)
         self._leader = Leader(
             self._replica_id,
             self._model,
