@@ -13,7 +13,7 @@ from pagefleet.cluster.client import AsyncClient, Client
 from pagefleet.cluster.client_messages import Chat, RequestOptions
 from pagefleet.protos import inference_pb2 as pb
 from pagefleet.protos.errors import InvalidArgument, ModelNotFound
-from pagefleet.protos.messages import FinishReason, SamplingParams
+from pagefleet.protos.messages import AdmissionClass, FinishReason, SamplingParams
 
 pytestmark = pytest.mark.ray
 
@@ -35,7 +35,9 @@ def test_a_stream_says_what_a_unary_call_says(client: Client, settled_state):
 
 def test_the_second_of_two_equal_prompts_finds_its_blocks(client: Client, settled_state):
     prompt = "Requests with the same beginning share the blocks of it. " * 4
-    cold, warm = (client.generate(prompt, GREEDY).outputs[0] for _ in range(2))
+    cold = client.generate(prompt, GREEDY).outputs[0]
+    settled_state()  # the controller has heard where the blocks are
+    warm = client.generate(prompt, GREEDY).outputs[0]
     assert cold.usage.cached_tokens == 0
     assert warm.usage.cached_tokens >= 16 * (len(prompt) // 16 - 1)
     assert warm.usage.replica == cold.usage.replica
@@ -146,7 +148,7 @@ def test_a_bad_prompt_is_named(client: Client, field: str, prompt):
 def test_a_request_that_can_never_fit_is_refused_and_harms_nobody(client: Client):
     # 128 samples of 1,000 tokens want 8,000 blocks; a replica has 256
     huge = SamplingParams(max_tokens=1000, n=128, ignore_eos=True)
-    options = RequestOptions(admission_class="guaranteed")
+    options = RequestOptions(admission_class=AdmissionClass.GUARANTEED)
     with pytest.raises(InvalidArgument):
         client.generate("x", huge, options=options)
     assert client.generate("fine", GREEDY).outputs[0].usage.completion_tokens == 40
