@@ -1,4 +1,4 @@
-"""The pool of one tier's device blocks. Knows nothing of requests or tensors.
+"""The pool of one tier's blocks. Knows nothing of requests or tensors.
 
 Each block is in one of four states, and the four always add up (I1):
 
@@ -19,13 +19,15 @@ from ..protos.messages import BlockCounts
 from .content_index import Content, ContentIndex
 from .eviction_list import EvictionList
 from .integrity import check
+from .route_residency import Tier
 
 
 class BlockPool:
     """Hands out block ids, counts who holds them, and keeps idle content until it must go."""
 
-    def __init__(self, num_blocks: int, index: ContentIndex) -> None:
+    def __init__(self, num_blocks: int, index: ContentIndex, tier: Tier = Tier.DEVICE) -> None:
         self.num_blocks = num_blocks
+        self._tier = tier
         self._index = index
         self._clean = list(range(num_blocks - 1, -1, -1))  # a stack; low ids come first
         self._idle = EvictionList(num_blocks)
@@ -120,13 +122,14 @@ class BlockPool:
             self._num_fenced += 1
         self._pins[block] += 1
 
-    def unpin(self, block: int) -> None:
-        """One such copy has ended."""
+    def unpin(self, block: int, evict_first: bool = False) -> None:
+        """One such copy has ended. evict_first: it was its turn before the copy began."""
+        assert self._pins[block] > 0, f"block {block} is not pinned"
         self._pins[block] -= 1
         if self._pins[block] or self._refs[block] or self._fences[block]:
             return
         self._num_fenced -= 1
-        self._settle([block], first=True)
+        self._settle((block,), evict_first)
 
     def ref_count(self, block: int) -> int:
         """How many tables hold it."""
@@ -149,16 +152,27 @@ class BlockPool:
             self._contents[block] = content
         return content
 
+    def adopt(self, block: int, content: Content) -> None:
+        """A copy has brought a content here that is published on the other tier."""
+        self._index.attach(content, self._tier, block)
+        self._contents[block] = content
+
     def unpublish(self, block: int) -> None:
         """Its content may not be found any more; who holds the block keeps it."""
         content = self._contents[block]
         if content is None:
             return
         self._contents[block] = None
-        self._index.detach_device(content, block)
+        self._index.detach(content, self._tier, block)
         if block in self._idle:
             self._idle.remove(block)
             self._clean.append(block)
+
+    def touch(self, block: int) -> None:
+        """It was of use just now: if idle, let it be the last to be evicted."""
+        if block in self._idle:
+            self._idle.remove(block)
+            self._idle.append(block)
 
     def unpublish_all(self) -> int:
         """Drop the content of every block. Returns how many blocks had some."""
@@ -200,9 +214,11 @@ class BlockPool:
             is_fenced = not refs and bool(self._fences[block] or self._pins[block])
             check((refs > 0) + is_idle + is_clean + is_fenced == 1, state)
             check(content is None or not is_clean, f"clean with content, {state}")
-            check(not is_idle or (content is not None and content.device_block == block), state)
+            check(
+                not is_idle or (content is not None and content.blocks[self._tier] == block), state
+            )
             num_fenced += is_fenced
-            if content is not None and content.device_block != block:
+            if content is not None and content.blocks[self._tier] != block:
                 check(content.duplicates is not None and block in content.duplicates, state)
         check(num_fenced == self._num_fenced, f"{num_fenced} fenced, {self._num_fenced} counted")
 
@@ -213,7 +229,7 @@ class BlockPool:
             assert self._fences[block] or self._pins[block], f"block {block} holds nothing to hit"
             self._num_fenced -= 1
 
-    def _settle(self, blocks: Iterable[int], first: bool = False) -> None:
+    def _settle(self, blocks: Iterable[int], evict_first: bool = False) -> None:
         """Blocks that nobody holds or touches: idle if they are worth finding, else clean."""
         for block in blocks:
             if self._pins[block]:
@@ -222,11 +238,11 @@ class BlockPool:
             content = self._contents[block]
             if content is None:
                 self._clean.append(block)
-            elif content.device_block != block:
+            elif content.blocks[self._tier] != block:
                 self._contents[block] = None
-                self._index.detach_device(content, block)
+                self._index.detach(content, self._tier, block)
                 self._clean.append(block)
-            elif first:
+            elif evict_first:
                 self._idle.append_first(block)
             else:
                 self._idle.append(block)
@@ -236,6 +252,6 @@ class BlockPool:
         content = self._contents[block]
         assert content is not None, f"idle block {block} has no content"
         self._contents[block] = None
-        self._index.detach_device(content, block)
+        self._index.detach(content, self._tier, block)
         self._clean.append(block)
         self.num_evicted += 1

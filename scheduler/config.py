@@ -21,7 +21,13 @@ class SchedulerConfig:
     prefill_chunk: most prompt tokens of one sequence in one step; None = the step's budget.
     max_context: longest sequence, prompt and output together.
     watermark: share of the pool that admission keeps free for the growth of what already runs.
-    hash_bits: fewer than 128 only to provoke collisions in tests.
+    block_bytes: of all layers on one rank, for the cost of copies. copy_bytes_per_s,
+    prefill_tokens_per_s: first guesses, replaced by what is measured.
+    write_back_blocks: so many blocks next in turn for eviction are kept on the host ahead of it;
+    0 = nothing is written back.
+    max_num_waiting: longest queue; a request beyond it is refused with a hint. None = no bound.
+    preempt_every: force a preemption every so many steps; a fault drill. None = never.
+    hash_bits: fewer than 128 only to provoke collisions.
     """
 
     num_blocks: int
@@ -34,6 +40,12 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     watermark: float = 0.01
+    block_bytes: int = 0
+    copy_bytes_per_s: float = 4e9
+    prefill_tokens_per_s: float = 1000.0
+    write_back_blocks: int = 32
+    max_num_waiting: int | None = None
+    preempt_every: int | None = None
     hash_bits: int = 128
 
     def __post_init__(self) -> None:
@@ -44,5 +56,7 @@ class SchedulerConfig:
             raise ValueError(f"prefill_chunk must be at least 1, is {self.prefill_chunk}")
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), is {self.watermark}")
+        if self.copy_bytes_per_s <= 0.0 or self.prefill_tokens_per_s <= 0.0:
+            raise ValueError("copy_bytes_per_s and prefill_tokens_per_s must be positive")
         if not 1 <= self.hash_bits <= 128:
             raise ValueError(f"hash_bits must be in [1, 128], is {self.hash_bits}")

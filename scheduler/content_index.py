@@ -5,8 +5,8 @@ tokens and block ids; nothing of reference counts, eviction order or requests: t
 pools', which tell the index when a block gains or loses its content.
 
     hash ──► Content(id, parent ──► Content(…) ──► root)
-               ├─ device_block, and further device blocks that hold the same
-               └─ host_block
+               ├─ device block, and further device blocks that hold the same
+               └─ host block
 
 A hash is fast, not proof. Every content has an id that is never used twice and remembers its
 parent's id: a hit needs equal tokens *and* the parent id of the hit before it.
@@ -20,19 +20,20 @@ from .route_residency import RouteResidency, Tier
 
 # Roots differ by tenant salt and adapter, which clients choose: the table of them is bounded.
 MAX_NUM_ROOTS = 4096
+_NOWHERE = [None, None]
 
 
 class Content:
     """One full block's tokens in their context. Made once, recycled with a new id.
 
     id: 0 = this record is unused. parent_id: the id that `parent` had when this was published.
+    blocks: by tier, the block that is found for it. duplicates: device blocks that hold the same.
     """
 
     __slots__ = (
-        "device_block",
+        "blocks",
         "duplicates",
         "hash",
-        "host_block",
         "id",
         "key",
         "parent",
@@ -47,9 +48,8 @@ class Content:
         self.tokens = b""
         self.parent: Content | None = None
         self.parent_id = 0
-        self.device_block: int | None = None
-        self.host_block: int | None = None
-        self.duplicates: list[int] | None = None  # further device blocks that hold the same
+        self.blocks: list[int | None] = [None, None]
+        self.duplicates: list[int] | None = None
 
     @property
     def is_reachable(self) -> bool:
@@ -57,7 +57,8 @@ class Content:
         return self.parent is not None and self.parent.id == self.parent_id
 
     def __repr__(self) -> str:
-        return f"Content(id={self.id}, device={self.device_block}, host={self.host_block})"
+        device, host = self.blocks
+        return f"Content(id={self.id}, device={device}, host={host})"
 
 
 class ContentIndex:
@@ -130,19 +131,13 @@ class ContentIndex:
             content.tokens = tokens
             content.parent = parent
             content.parent_id = parent.id
-            content.device_block = device_block
+            content.blocks[Tier.DEVICE] = device_block
             self._contents[key] = content
             return content
         if content.parent_id != parent.id or content.tokens != tokens:
             self.num_refused += content.is_reachable
             return None
-        if content.device_block is None:
-            content.device_block = device_block
-            self._routes.arrived(content.id, Tier.DEVICE)
-        elif content.duplicates is None:
-            content.duplicates = [device_block]
-        else:
-            content.duplicates.append(device_block)
+        self.attach(content, Tier.DEVICE, device_block)
         return content
 
     def find_unreachable(self, block_hash: bytes) -> Content | None:
@@ -157,38 +152,36 @@ class ContentIndex:
         content = last
         for _ in range(num_blocks):
             members.append(content.id)
-            missing[Tier.DEVICE] += content.device_block is None
-            missing[Tier.HOST] += content.host_block is None
+            missing[Tier.DEVICE] += content.blocks[Tier.DEVICE] is None
+            missing[Tier.HOST] += content.blocks[Tier.HOST] is None
             assert content.parent is not None, f"{content} has too few predecessors"
             content = content.parent
         self._routes.add(route_hash, tuple(members), missing)
 
-    def attach_host(self, content: Content, host_block: int) -> None:
-        """The content is ready on the host tier."""
-        assert content.host_block is None, f"{content} is on the host already"
-        content.host_block = host_block
-        self._routes.arrived(content.id, Tier.HOST)
+    def attach(self, content: Content, tier: Tier, block: int) -> None:
+        """`block` holds it too: found from now on, or in reserve where another one is."""
+        if content.blocks[tier] is None:
+            content.blocks[tier] = block
+            self._routes.arrived(content.id, tier)
+            return
+        assert tier is Tier.DEVICE, f"{content} is on the host already"
+        if content.duplicates is None:
+            content.duplicates = []
+        content.duplicates.append(block)
 
-    def detach_device(self, content: Content, device_block: int) -> None:
-        """`device_block` no longer holds it; a duplicate takes over where there is one."""
-        duplicates = content.duplicates
-        if content.device_block != device_block:
-            assert duplicates is not None, f"{content} has no duplicate {device_block}"
-            duplicates.remove(device_block)
+    def detach(self, content: Content, tier: Tier, block: int) -> None:
+        """`block` no longer holds it; a duplicate takes over where there is one."""
+        duplicates = content.duplicates if tier is Tier.DEVICE else None
+        if content.blocks[tier] != block:
+            assert duplicates is not None, f"{content} has no duplicate {block}"
+            duplicates.remove(block)
         elif duplicates:
-            content.device_block = duplicates.pop()
+            content.blocks[tier] = duplicates.pop()
         else:
-            content.device_block = None
-            self._routes.left(content.id, Tier.DEVICE)
-            if content.host_block is None:
+            content.blocks[tier] = None
+            self._routes.left(content.id, tier)
+            if content.blocks == _NOWHERE:
                 self._retire(content)
-
-    def detach_host(self, content: Content) -> None:
-        """The host tier no longer holds it."""
-        content.host_block = None
-        self._routes.left(content.id, Tier.HOST)
-        if content.device_block is None:
-            self._retire(content)
 
     def contents(self) -> list[Content]:
         """Everything published."""
@@ -203,12 +196,9 @@ class ContentIndex:
         )
         for key, content in self._contents.items():
             check(content.key == key and content.id != 0, f"{content} stands under another key")
+            check(content.blocks != _NOWHERE, f"{content} is in no block")
             check(
-                content.device_block is not None or content.host_block is not None,
-                f"{content} is in no block",
-            )
-            check(
-                not content.duplicates or content.device_block is not None,
+                not content.duplicates or content.blocks[Tier.DEVICE] is not None,
                 f"{content} has duplicates but no device block",
             )
 

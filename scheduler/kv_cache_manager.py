@@ -12,9 +12,12 @@ import numpy as np
 from .block_hash import extend_chain, split_blocks, stride_blocks
 from .block_pool import BlockPool
 from .content_index import Content, ContentIndex
+from .host_pool import HostPool
+from .host_tier import HostTier, Move
 from .integrity import check
 from .output import DeviceCopy, Int32Array
 from .request import Publication, Sequence
+from .route_residency import Tier
 from .running_batch import RunningBatch
 
 # A row whose next block shall never be published.
@@ -22,31 +25,48 @@ _NEVER = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
-    """The published blocks a sequence could start from.
+class PrefixBlock:
+    """One block that a sequence need not compute.
 
-    num_idle: those nobody holds, which cost capacity when they are taken.
+    device_block: where it is, or is being loaded to; None = it has to be loaded from host_block.
+    content: None for a swapped block that only its sequence knows.
     """
 
-    contents: tuple[Content, ...]
-    blocks: tuple[int, ...]
-    num_idle: int
+    device_block: int | None
+    host_block: int | None
+    content: Content | None
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks on the device."""
-        return len(self.blocks)
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What a sequence could start from.
+
+    num_resident: blocks that are on the device. num_idle: those of them that nobody holds, which
+    cost capacity when they are taken. arriving: contents that are on their way for others.
+    """
+
+    blocks: tuple[PrefixBlock, ...] = ()
+    num_computed: int = 0
+    num_resident: int = 0
+    num_idle: int = 0
+    arriving: tuple[Content, ...] = ()
 
 
 class KVCacheManager:
     """The tables of the rows in `batch` over one replica's pools."""
 
     def __init__(
-        self, batch: RunningBatch, pool: BlockPool, index: ContentIndex, block_size: int
+        self,
+        batch: RunningBatch,
+        pool: BlockPool,
+        host: HostPool,
+        index: ContentIndex,
+        block_size: int,
     ) -> None:
         self.block_size = block_size
         self._batch = batch
         self._pool = pool
+        self._host = host
         self._index = index
         max_num_blocks = -(-batch.token_ids.shape[1] // block_size)
         self._tables: Int32Array = np.zeros((batch.num_rows, max_num_blocks), dtype=np.int32)
@@ -71,55 +91,81 @@ class KVCacheManager:
         """A row's blocks in order."""
         return self._tables[row, : self._num_blocks[row]].tolist()
 
-    def find_prefix(self, sequence: Sequence) -> Prefix:
-        """The longest published prefix of a waiting sequence that leaves a token to compute."""
+    def find_prefix(self, sequence: Sequence, tier: HostTier, loads_pay: bool) -> Prefix:
+        """The longest published prefix of a waiting sequence that leaves a token to compute.
+
+        loads_pay: whether blocks that are only on the host count.
+        """
         limit = (len(sequence.token_ids) - 1) // self.block_size
         self._extend_chain(sequence, sequence.token_ids, limit)
         root = self._index.root(sequence.request.root_hash)
         chain = sequence.chain
         contents = self._index.lookup(root, chain.hashes[:limit], chain.tokens[:limit])
-        blocks: list[int] = []
-        num_idle = 0
+        blocks: list[PrefixBlock] = []
         for content in contents:
-            block = content.device_block
-            if block is None:
-                break
-            blocks.append(block)
-            num_idle += self._pool.is_idle(block)
-        return Prefix(tuple(contents), tuple(blocks), num_idle)
+            device_block, host_block = content.blocks
+            if device_block is None:
+                device_block = tier.arriving(content)
+                if device_block is None and not loads_pay:
+                    break
+            blocks.append(PrefixBlock(device_block, host_block, content))
+        return self._prefix(blocks, len(blocks) * self.block_size)
 
-    def no_prefix(self) -> Prefix:
-        """For a sequence that must compute every position."""
-        return Prefix((), (), 0)
+    def find_swapped(self, sequence: Sequence, tier: HostTier) -> Prefix:
+        """What a swapped sequence left, on the device where it still is."""
+        swapped = sequence.swapped
+        assert swapped is not None, f"{sequence} is not swapped"
+        blocks: list[PrefixBlock] = []
+        for entry in swapped.blocks:
+            content, device_block = entry.content, None
+            if content is not None and content.id != entry.content_id:
+                content = None
+            if content is not None:
+                device_block = content.blocks[Tier.DEVICE]
+                if device_block is None:
+                    device_block = tier.arriving(content)
+            blocks.append(PrefixBlock(device_block, entry.host_block, content))
+        return self._prefix(blocks, swapped.num_computed)
 
-    def admit(self, sequence: Sequence, prefix: Prefix, publishes: bool) -> int | None:
-        """Take blocks for all its known tokens and a row. None: there are too few."""
-        num_needed = self.num_blocks_for(len(sequence.token_ids)) - prefix.num_blocks
-        if num_needed + prefix.num_idle > self._pool.num_free:
-            return None
-        self._pool.reference(prefix.blocks)  # before allocation, which would evict them
-        fresh = self._pool.allocate(num_needed)
-        assert fresh is not None, f"{num_needed} of {self._pool.num_free} blocks not to be had"
-        row = self._batch.enter(sequence, prefix.num_blocks * self.block_size)
-        self._set_table(row, [*prefix.blocks, *fresh])
-        root = self._index.root(sequence.request.root_hash)
-        last = prefix.contents[prefix.num_blocks - 1] if prefix.blocks else root
-        sequence.publication = Publication(last, last.id, prefix.num_blocks, not publishes)
+    def admit(self, sequence: Sequence, prefix: Prefix, publishes: bool) -> list[Move]:
+        """Take a row, and blocks for all known tokens; the caller has made sure of both.
+
+        Returns the blocks that have to be loaded before the row may run.
+        """
+        resident = [b.device_block for b in prefix.blocks if b.device_block is not None]
+        self._pool.reference(resident)  # before allocation, which would evict them
+        num_fresh = self.num_blocks_for(len(sequence.token_ids)) - len(resident)
+        fresh = self._pool.allocate(num_fresh)
+        assert fresh is not None, f"{num_fresh} of {self._pool.num_free} blocks not to be had"
+        row = self._batch.enter(sequence, prefix.num_computed)
+        supply = iter(fresh)
+        moves: list[Move] = []
+        table: list[int] = []
+        for block in prefix.blocks:
+            place = block.device_block
+            if place is None:
+                place = next(supply)
+                assert block.host_block is not None, f"{block} is nowhere"
+                content_id = 0 if block.content is None else block.content.id
+                moves.append(Move(place, block.host_block, block.content, content_id))
+            table.append(place)
+        self._set_table(row, [*table, *supply])
+        if sequence.swapped is None or sequence.publication is None:
+            self._begin_publication(sequence, prefix, publishes)
         self._await_publication(row, sequence.publication)
-        return row
+        return moves
 
     def needs_block(self, rows: Int32Array) -> Int32Array:
         """Those of `rows`, each about to compute one position, whose tables must grow."""
         batch = self._batch
         return rows[batch.num_computed[rows] >= batch.capacity[rows]]
 
-    def append(self, rows: list[int], blocks: list[int]) -> None:
-        """Give each row one more block, already referenced."""
-        for row, block in zip(rows, blocks, strict=True):
-            count = self._num_blocks[row]
-            self._tables[row, count] = block
-            self._num_blocks[row] = count + 1
-        self._batch.capacity[rows] += self.block_size
+    def append(self, row: int, block: int) -> None:
+        """Give a row one more block, already referenced."""
+        count = self._num_blocks[row]
+        self._tables[row, count] = block
+        self._num_blocks[row] = count + 1
+        self._batch.capacity[row] += self.block_size
 
     def fork(self, parent: int, child: Sequence, num_computed: int) -> int:
         """A new row for `child` that shares all of the parent's blocks; copies nothing."""
@@ -242,15 +288,16 @@ class KVCacheManager:
         if content is None:
             orphan = self._index.find_unreachable(block_hash)
             if orphan is not None:
-                self.forget(orphan)
+                self._forget(orphan)
                 content = self._pool.publish(block, parent, block_hash, tokens)
         return content
 
-    def forget(self, content: Content) -> None:
-        """Take a content from every block that holds it."""
+    def _forget(self, content: Content) -> None:
+        """Take a content from every block that holds it, on both tiers."""
         content_id = content.id
-        while content.id == content_id and content.device_block is not None:
-            self._pool.unpublish(content.device_block)
+        self._host.forget(content)
+        while content.id == content_id and (block := content.blocks[Tier.DEVICE]) is not None:
+            self._pool.unpublish(block)
 
     def _note_route(self, sequence: Sequence, place: int, content: Content) -> None:
         """Where a stride of the route chain ends with this block, let it be reported."""
@@ -288,6 +335,29 @@ class KVCacheManager:
         chain.hashes += extend_chain(previous, blocks)
         chain.tokens += blocks
 
+    def _prefix(self, blocks: list[PrefixBlock], num_computed: int) -> Prefix:
+        resident = [b.device_block for b in blocks if b.device_block is not None]
+        arriving = [
+            b.content
+            for b in blocks
+            if b.content is not None
+            and b.device_block is not None
+            and b.content.blocks[Tier.DEVICE] is None
+        ]
+        return Prefix(
+            blocks=tuple(blocks),
+            num_computed=num_computed,
+            num_resident=len(resident),
+            num_idle=sum(map(self._pool.is_idle, resident)),
+            arriving=tuple(arriving),
+        )
+
+    def _begin_publication(self, sequence: Sequence, prefix: Prefix, publishes: bool) -> None:
+        last = prefix.blocks[-1].content if prefix.blocks else None
+        if last is None:
+            last = self._index.root(sequence.request.root_hash)
+        sequence.publication = Publication(last, last.id, len(prefix.blocks), not publishes)
+
     def _partial_tail(self, row: int) -> int | None:
         """The block in which the row's next position lies, if something stands in it already."""
         num_computed = int(self._batch.num_computed[row])
@@ -300,7 +370,8 @@ class KVCacheManager:
         self._num_blocks[row] = len(blocks)
         self._batch.capacity[row] = len(blocks) * self.block_size
 
-    def _await_publication(self, row: int, publication: Publication) -> None:
+    def _await_publication(self, row: int, publication: Publication | None) -> None:
+        assert publication is not None, f"row {row} runs without a publication"
         self._batch.next_publish[row] = (
             _NEVER if publication.stopped else (publication.num_blocks + 1) * self.block_size
         )

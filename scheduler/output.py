@@ -76,10 +76,14 @@ class CopyJob:
 
 @dataclass(frozen=True, slots=True)
 class CopyDone:
-    """A job ended; `ok` False = its targets hold nothing that may be used."""
+    """A job ended; `ok` False = its targets hold nothing that may be used.
+
+    elapsed_s: how long the copy itself took, for the measured bandwidth; 0 = not measured.
+    """
 
     job_id: int
     ok: bool = True
+    elapsed_s: float = 0.0
 
 
 def _no_ints() -> Int32Array:

@@ -66,6 +66,23 @@ class Publication:
     stopped: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class SwappedBlock:
+    """One block of a swapped sequence. content: None where only its owner knows the block."""
+
+    host_block: int
+    content: Content | None
+    content_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedTable:
+    """What a swapped sequence left on the host: its first `num_computed` positions."""
+
+    blocks: list[SwappedBlock]
+    num_computed: int
+
+
 class Request:
     """One client call, shared by its sequences."""
 
@@ -149,6 +166,8 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.owes_prompt_logprobs = index == 0 and request.sampling.prompt_logprobs is not None
         self.cached_tokens: int | None = None
+        self.swapped: SwappedTable | None = None
+        self.num_open_copies = 0  # it cannot go on before they have ended
         self.num_preemptions = 0
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None
@@ -157,6 +176,11 @@ class Sequence:
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return len(self.request.prompt)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Known tokens whose KV is neither on the host nor, by what is known, anywhere."""
+        return len(self.token_ids) - (0 if self.swapped is None else self.swapped.num_computed)
 
     def stop_reason(
         self, token: int, num_output_tokens: int, eos: frozenset[int]

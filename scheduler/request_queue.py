@@ -18,7 +18,7 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self._entries: list[tuple[_Key, Sequence]] = []
-        self.num_tokens = 0  # prompt and output tokens still to be computed or found
+        self.num_tokens = 0  # known tokens still to be computed or found in the cache
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -34,7 +34,7 @@ class RequestQueue:
         """Let it wait."""
         sequence.state = SequenceState.WAITING
         insort(self._entries, (_key(sequence), sequence), key=lambda entry: entry[0])
-        self.num_tokens += len(sequence.token_ids)
+        self.num_tokens += sequence.num_uncomputed_tokens
 
     def remove(self, sequence: Sequence) -> None:
         """It has been admitted, or it ends."""
@@ -42,13 +42,13 @@ class RequestQueue:
         found = self._entries[place][1] if place < len(self._entries) else None
         assert found is sequence, f"{sequence} does not wait"
         del self._entries[place]
-        self.num_tokens -= len(sequence.token_ids)
+        self.num_tokens -= sequence.num_uncomputed_tokens
 
     def check_integrity(self) -> None:
         """Order and sums hold."""
         keys = [key for key, _ in self._entries]
         check(keys == sorted(keys), f"the queue is out of order: {keys}")
-        total = sum(len(sequence.token_ids) for sequence in self)
+        total = sum(sequence.num_uncomputed_tokens for sequence in self)
         check(total == self.num_tokens, f"{total} tokens wait, {self.num_tokens} counted")
         for sequence in self:
             check(sequence.state is SequenceState.WAITING, f"{sequence} is in the queue")

@@ -26,7 +26,8 @@ class RunningBatch:
 
     num_tokens counts tokens sampled in steps in flight, num_pending of them. num_computed counts
     positions that steps in flight will have written.
-    compute_limit: positions ever computed. token_limit: most tokens, prompt and output.
+    compute_limit: positions ever computed. token_limit: most tokens, prompt and output;
+    max_outputs: of them output.
     capacity: positions its blocks hold. next_publish: computed positions at which its next block
     can be published.
     is_loading: KV on its way from the host; not to be scheduled.
@@ -42,6 +43,7 @@ class RunningBatch:
         self.num_computed: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.compute_limit: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.token_limit: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.max_outputs: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.capacity: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.next_publish: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.arrival: Int64Array = np.zeros(num_rows, dtype=np.int64)
@@ -74,6 +76,7 @@ class RunningBatch:
         self.num_computed[row] = num_computed
         self.compute_limit[row] = request.compute_limit
         self.token_limit[row] = request.token_limit
+        self.max_outputs[row] = request.token_limit - num_prompt
         self.arrival[row] = request.arrival
         self.has_stop_ids[row] = bool(request.stop_token_ids)
         self.is_loading[row] = False
@@ -118,6 +121,27 @@ class RunningBatch:
     def num_known(self, row: int) -> int:
         """Tokens whose values are known."""
         return int(self.num_tokens[row]) - int(self.num_pending[row])
+
+    def append_tokens(self, rows: Int32Array, tokens: Int32Array) -> Int32Array:
+        """The oldest pending token of each row becomes known. Returns their places in the
+        outputs, counted from 0."""
+        positions = self.num_tokens[rows]
+        positions -= self.num_pending[rows]
+        self.token_ids[rows, positions] = tokens
+        self.num_pending[rows] -= 1
+        positions -= self.num_prompt[rows]
+        return positions
+
+    def special_rows(
+        self, rows: Int32Array, tokens: Int32Array, numbers: Int32Array, eos: frozenset[int]
+    ) -> set[int]:
+        """Rows that may have got their first or their last token."""
+        special = numbers == 0
+        special |= numbers + 1 >= self.max_outputs[rows]
+        special |= self.has_stop_ids[rows]
+        for token in eos:
+            special |= tokens == token
+        return set(rows[special].tolist())
 
     def rows(self) -> list[int]:
         """Rows that are taken, lowest first."""

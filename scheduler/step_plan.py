@@ -43,11 +43,17 @@ class StepPlan:
         self.device_copies: list[DeviceCopy] = []
         self.copy_jobs: list[CopyJob] = []
         self.has_preempted = False
+        self._num_chunk_tokens = 0
+
+    def add_chunk(self, row: int, count: int) -> None:
+        """Compute `count` more positions of a row."""
+        self.chunks.append((row, count))
+        self._num_chunk_tokens += count
 
     @property
     def num_tokens(self) -> int:
         """Tokens planned so far."""
-        return len(self.decode_rows) + sum(count for _, count in self.chunks)
+        return len(self.decode_rows) + self._num_chunk_tokens
 
     @property
     def is_empty(self) -> bool:

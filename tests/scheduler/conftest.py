@@ -7,8 +7,12 @@ import pytest
 from scheduler_harness import make_request
 
 from pagefleet.scheduler.block_pool import BlockPool
+from pagefleet.scheduler.config import SchedulerConfig
 from pagefleet.scheduler.content_index import ContentIndex
-from pagefleet.scheduler.kv_cache_manager import KVCacheManager
+from pagefleet.scheduler.costs import CostModel
+from pagefleet.scheduler.host_pool import HostPool
+from pagefleet.scheduler.host_tier import HostTier
+from pagefleet.scheduler.kv_cache_manager import KVCacheManager, Prefix
 from pagefleet.scheduler.request import Request, Sequence
 from pagefleet.scheduler.route_residency import RouteResidency
 from pagefleet.scheduler.running_batch import RunningBatch
@@ -24,6 +28,8 @@ class Parts:
     routes: RouteResidency
     index: ContentIndex
     pool: BlockPool
+    host: HostPool
+    tier: HostTier
     manager: KVCacheManager
     num_sequences: int = 0
 
@@ -37,7 +43,8 @@ class Parts:
         sequence = self.sequence(prompt)
         if self.manager.num_blocks_for(len(sequence.token_ids)) > self.pool.num_free:
             return None
-        row = self.manager.admit(sequence, self.manager.no_prefix(), publishes=True)
+        self.manager.admit(sequence, Prefix(), publishes=True)
+        row = sequence.row
         self.batch.num_computed[row] = self.batch.num_tokens[row]
         return row
 
@@ -55,7 +62,7 @@ class Parts:
                 blocks = self.pool.allocate(1)
                 if blocks is None:
                     return False
-                self.manager.append([row], blocks)
+                self.manager.append(row, blocks[0])
             elif self.manager.shared_tails(rows):
                 self.copies.append(self.manager.copy_on_write(row, fence=0))
             self.batch.num_tokens[row] += 1
@@ -64,6 +71,13 @@ class Parts:
 
     def __post_init__(self) -> None:
         self.copies = []
+
+    def find_prefix(self, sequence: Sequence) -> Prefix:
+        return self.manager.find_prefix(sequence, self.tier, loads_pay=True)
+
+    def found_blocks(self, prompt: int | list[int]) -> list[int]:
+        """The device blocks that a sequence with this prompt would start from."""
+        return [block.device_block for block in self.find_prefix(self.sequence(prompt)).blocks]
 
     def num_stored(self) -> int:
         """Positions in referenced blocks that hold KV, a shared one counted once."""
@@ -85,12 +99,22 @@ class Parts:
             part.check_integrity()
 
 
-def make_parts(num_blocks: int, block_size: int, num_rows: int = 8, hash_bits: int = 128) -> Parts:
+def make_parts(
+    num_blocks: int,
+    block_size: int,
+    num_rows: int = 8,
+    hash_bits: int = 128,
+    num_host_blocks: int = 0,
+) -> Parts:
+    config = SchedulerConfig(num_blocks, block_size, num_host_blocks)
     batch = RunningBatch(num_rows, 4096)
     routes = RouteResidency()
-    index = ContentIndex(num_blocks, routes, hash_bits)
+    index = ContentIndex(num_blocks + num_host_blocks, routes, hash_bits)
     pool = BlockPool(num_blocks, index)
-    return Parts(batch, routes, index, pool, KVCacheManager(batch, pool, index, block_size))
+    host = HostPool(num_host_blocks, index)
+    tier = HostTier(config, batch, pool, host, CostModel(config))
+    manager = KVCacheManager(batch, pool, host, index, block_size)
+    return Parts(batch, routes, index, pool, host, tier, manager)
 
 
 @pytest.fixture

@@ -311,7 +311,7 @@ def test_e43_aborted_samples_leave_no_record(run_ahead):
     cluster.assert_idle()
     scheduler = cluster.scheduler
     assert not scheduler._requests and not scheduler._sequences
-    assert not len(scheduler._ledger) and not len(scheduler._batch)
+    assert not len(scheduler._books.ledger) and not len(scheduler._batch)
     assert len(scheduler._deadlines) < 200
 
 
@@ -357,8 +357,8 @@ def test_e55_estimate_of_blocks_holds_for_wide_blocks(run_ahead):
     while cluster.step():
         scheduler = cluster.scheduler
         for row in scheduler._batch.rows():
-            used = scheduler._manager.num_blocks_for(int(scheduler._batch.num_computed[row]))
-            assert scheduler._manager.num_blocks(row) >= used
+            used = scheduler._books.manager.num_blocks_for(int(scheduler._batch.num_computed[row]))
+            assert scheduler._books.manager.num_blocks(row) >= used
     cluster.assert_oracle()
     cluster.assert_idle()
 

@@ -105,9 +105,9 @@ def test_published_prefix_is_found_without_the_last_token(parts_factory):
     parts = parts_factory(16, 4)
     row = parts.admit(12)
     parts.manager.publish(row, 12)
-    assert parts.manager.find_prefix(parts.sequence(12)).blocks == (0, 1)
-    assert parts.manager.find_prefix(parts.sequence(13)).blocks == (0, 1, 2)
-    assert parts.manager.find_prefix(parts.sequence([9] * 12)).blocks == ()
+    assert parts.found_blocks(12) == [0, 1]
+    assert parts.found_blocks(13) == [0, 1, 2]
+    assert parts.found_blocks([9] * 12) == []
     parts.check()
 
 
@@ -115,9 +115,9 @@ def test_idle_hits_cost_capacity(parts_factory):
     parts = parts_factory(4, 4)
     row = parts.admit(12)
     parts.manager.publish(row, 12)
-    assert parts.manager.find_prefix(parts.sequence(16)).num_idle == 0
+    assert parts.find_prefix(parts.sequence(16)).num_idle == 0
     parts.manager.release(row, fence=0)
-    assert parts.manager.find_prefix(parts.sequence(16)).num_idle == 3
+    assert parts.find_prefix(parts.sequence(16)).num_idle == 3
 
 
 def test_duplicate_takes_over_when_the_first_is_evicted(parts_factory):
@@ -129,8 +129,7 @@ def test_duplicate_takes_over_when_the_first_is_evicted(parts_factory):
     parts.batch.leave(parts.batch.sequence(first))
     parts.pool.allocate(4)  # evicts the first's blocks
     parts.pool.check_integrity()
-    prefix = parts.manager.find_prefix(parts.sequence(9))
-    assert list(prefix.blocks) == parts.manager.blocks(second)
+    assert parts.found_blocks(9) == parts.manager.blocks(second)
 
 
 def test_duplicates_become_clean_when_given_back(parts_factory):
@@ -149,10 +148,10 @@ def test_orphan_gives_way_to_the_same_tokens_under_a_living_parent(parts_factory
     first = parts.admit(8)
     parts.manager.publish(first, 8)
     parts.pool.unpublish(parts.manager.blocks(first)[0])  # the second block is out of reach now
-    assert parts.manager.find_prefix(parts.sequence(9)).blocks == ()
+    assert parts.found_blocks(9) == []
     second = parts.admit(8)
     parts.manager.publish(second, 8)
-    assert list(parts.manager.find_prefix(parts.sequence(9)).blocks) == parts.manager.blocks(second)
+    assert parts.found_blocks(9) == parts.manager.blocks(second)
     parts.check()
 
 
@@ -164,7 +163,6 @@ def test_collision_is_refused_with_its_descendants(parts_factory):
     assert parts.index.num_refused > 0
     assert len(parts.index) <= 2
     for value in range(3):
-        prefix = parts.manager.find_prefix(parts.sequence([value] * 13))
-        for content in prefix.contents:
-            assert set(content.tokens[::4]) == {value}
+        for block in parts.find_prefix(parts.sequence([value] * 13)).blocks:
+            assert set(block.content.tokens[::4]) == {value}
     parts.check()

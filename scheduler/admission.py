@@ -1,0 +1,125 @@
+"""Who enters the batch: waiting sequences, and the samples that fork off a finished prompt.
+
+A sequence is admitted on its whole known length, in the queue's order; nobody is passed over.
+Knows what free blocks are promised to; what happens when running rows need more is exhaustion's.
+"""
+
+from .books import Books
+from .exhaustion import Evictor
+from .kv_cache_manager import Prefix
+from .output import NewRow
+from .request import Request, Sequence, SequenceState
+from .step_plan import StepPlan
+
+
+class Admission:
+    """Brings sequences into rows and plans their chunks."""
+
+    def __init__(self, books: Books, evictor: Evictor) -> None:
+        self._books = books
+        self._config = books.config
+        self._batch = books.batch
+        self._queue = books.queue
+        self._pool = books.pool
+        self._manager = books.manager
+        self._evictor = evictor
+
+    def admit(self, plan: StepPlan, now: float) -> None:
+        """Let waiting sequences in while there are rows, tokens and blocks."""
+        while self._batch.num_free and plan.num_tokens < self._config.max_num_batched_tokens:
+            sequence = self._queue.peek()
+            if sequence is None or sequence.num_pending or sequence.num_open_copies:
+                return  # its last token, or its KV, is on its way
+            if self._manager.num_blocks_for(len(sequence.token_ids)) > self._config.num_blocks:
+                self._evictor.exhaust(sequence, now)
+                continue
+            prefix = self._find_prefix(sequence)
+            if not self._has_room(sequence, prefix):
+                self._books.counters.admissions_deferred += 1
+                return
+            row = self._enter(sequence, prefix, now)
+            plan.new_rows.append(self._new_row(row))
+            if not self._batch.is_loading[row]:
+                self.plan_chunk(plan, row, int(self._batch.remaining()[row]))
+
+    def plan_chunk(self, plan: StepPlan, row: int, remaining: int) -> None:
+        """As many of a row's missing positions as the step has room for."""
+        budget = self._config.max_num_batched_tokens - plan.num_tokens
+        chunk = min(remaining, budget, self._config.prefill_chunk or remaining)
+        if chunk < 1:
+            return
+        plan.add_chunk(row, chunk)
+        request = self._batch.sequence(row).request
+        end = int(self._batch.num_computed[row]) + chunk
+        if not request.prompt_is_computed and end >= request.num_prompt_tokens:
+            request.prompt_is_computed = True
+            plan.prompts.append(request)
+            self._fork_samples(plan, row, request, end)
+
+    def _find_prefix(self, sequence: Sequence) -> Prefix:
+        if sequence.swapped is not None:
+            return self._manager.find_swapped(sequence, self._books.tier)
+        if not self._config.enable_prefix_caching or sequence.owes_prompt_logprobs:
+            return Prefix()
+        loads_pay = self._books.costs.loads_pay
+        return self._manager.find_prefix(sequence, self._books.tier, loads_pay)
+
+    def _has_room(self, sequence: Sequence, prefix: Prefix) -> bool:
+        """Blocks for all its known tokens, beyond what is promised or kept for growth."""
+        available = self._pool.num_free
+        available -= self._books.ledger.reserved_for_others(sequence.request.key)
+        if len(self._batch):
+            available -= int(self._config.watermark * self._config.num_blocks)
+        num_blocks = self._manager.num_blocks_for(len(sequence.token_ids))
+        return num_blocks - prefix.num_resident + prefix.num_idle <= available
+
+    def _enter(self, sequence: Sequence, prefix: Prefix, now: float) -> int:
+        self._queue.remove(sequence)
+        moves = self._manager.admit(sequence, prefix, self._config.enable_prefix_caching)
+        row = sequence.row
+        assert row is not None, f"{sequence} was admitted and has no row"
+        is_swapped = sequence.swapped is not None
+        tier = self._books.tier
+        tier.load(sequence, moves, prefix.arriving)
+        tier.release_swapped(sequence)  # the loads hold what they read
+        if not is_swapped:
+            self._count_hit(sequence, prefix.num_computed)
+        if sequence.admitted_s is None:
+            sequence.admitted_s = now
+        self._books.leases.settle(sequence.request)
+        return row
+
+    def _count_hit(self, sequence: Sequence, hit_tokens: int) -> None:
+        counters = self._books.counters
+        counters.hit_tokens += hit_tokens
+        counters.query_tokens += len(sequence.token_ids)
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = min(hit_tokens, sequence.num_prompt_tokens)
+
+    def _fork_samples(self, plan: StepPlan, parent: int, request: Request, end: int) -> None:
+        """Samples that begin where the prompt ends share its blocks and its logits; those for
+        which there is no row now come later and find the prompt in the cache."""
+        ends_here = end == int(self._batch.num_tokens[parent]) == request.num_prompt_tokens
+        if not ends_here or request.token_limit == request.num_prompt_tokens:
+            return
+        first = self._batch.sequence(parent)
+        for sequence in request.sequences:
+            is_fresh = sequence.is_fresh and sequence.state is SequenceState.HELD
+            if is_fresh and self._batch.num_free:
+                row = self._manager.fork(parent, sequence, end)
+                sequence.admitted_s, sequence.cached_tokens = first.admitted_s, first.cached_tokens
+                plan.forks.append((parent, row))
+                plan.new_rows.append(self._new_row(row))
+        self._books.leases.settle(request)
+
+    def _new_row(self, row: int) -> NewRow:
+        sequence = self._batch.sequence(row)
+        return NewRow(
+            row=row,
+            sequence_id=sequence.id,
+            token_ids=sequence.token_ids,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            block_table=self._manager.table(row),
+            sampling=sequence.request.sampling,
+            sample_index=sequence.index,
+        )

@@ -1,0 +1,182 @@
+"""What happens when blocks run out, in this order:
+
+1. cached-idle blocks are reclaimed (inside allocation);
+2. admissions are held (the admission's own rule, and none in a step that preempted);
+3. rows wait for blocks that are on their way;
+4. the cheapest victims are preempted, no more than needed, by swap or recompute;
+5. a sequence that is alone and still outgrows the pool ends with what it has.
+
+Decides who must go; how a sequence goes is the `Evictor`'s business.
+"""
+
+from typing import Protocol
+
+import numpy as np
+
+from .books import Books
+from .config import PreemptionMode
+from .output import Int32Array
+from .preemption import Candidate, VictimChoice
+from .request import Sequence
+from .step_plan import StepPlan
+
+
+class Evictor(Protocol):
+    """Carries out what was decided."""
+
+    @property
+    def fence(self) -> int:
+        """The last step in flight; 0 = none."""
+        ...
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take its blocks and row; it waits in its old place."""
+        ...
+
+    def exhaust(self, sequence: Sequence, now: float) -> None:
+        """End it with what it has."""
+        ...
+
+
+class Exhaustion:
+    """Finds a block for every row that needs one, or decides who goes without."""
+
+    def __init__(self, books: Books, evictor: Evictor) -> None:
+        self._books = books
+        self._batch = books.batch
+        self._pool = books.pool
+        self._manager = books.manager
+        self._ledger = books.ledger
+        self._evictor = evictor
+        self._victims = VictimChoice(self._manager.blocks, self._pool.ref_count)
+
+    def grow(self, plan: StepPlan, rows: Int32Array, now: float) -> Int32Array:
+        """Give each of `rows`, about to write one position, the block it needs for that.
+
+        The needs of all are summed before any is met, and victims are chosen before anything
+        is scheduled. Returns the rows that can run.
+        """
+        growing = self._manager.needs_block(rows)
+        tails = self._manager.shared_tails(rows)
+        if not len(growing) and not tails:
+            return rows
+        wanting: list[int] = growing.tolist() + tails
+        short = self._shortage(wanting)
+        if short > 0:
+            wanting, short = self._make_room(plan, wanting, short, now)
+            rows = rows[self._batch.sequence_ids[rows] != 0]
+        if short > 0:  # the oldest first, the others wait
+            wanting.sort(key=lambda row: int(self._batch.arrival[row]))
+        held = [row for row in wanting if not self._give_block(plan, row)]
+        if not held:
+            return rows
+        self._books.counters.rows_held += len(held)
+        return rows[~np.isin(rows, held)]
+
+    def choose_victim(self, num_needed: int) -> Sequence | None:
+        """The first of the sequences that must go for so many blocks; None if nobody may be."""
+        candidates = [
+            self._candidate(row)
+            for row in self._batch.rows()
+            if not self._batch.is_loading[row]
+            and not self._batch.sequence(row).request.is_guaranteed
+        ]
+        if not candidates:
+            return None
+        return self._batch.sequence(self._victims.choose(candidates, num_needed)[0].row)
+
+    def prefers_swap(self, row: int) -> bool:
+        """Whether a victim's KV shall go to the host rather than be computed again."""
+        mode = self._books.config.preemption_mode
+        if not self._books.host.num_blocks or mode is PreemptionMode.RECOMPUTE:
+            return False
+        recompute_ms, swap_ms = self._costs_ms(row)
+        return mode is PreemptionMode.SWAP or swap_ms < recompute_ms
+
+    def _make_room(
+        self, plan: StepPlan, wanting: list[int], short: int, now: float
+    ) -> tuple[list[int], int]:
+        """Preempt until what is free or on its way is enough. Returns who still wants, and how
+        many blocks are missing now."""
+        while short > self._pool.num_fenced:
+            victim = self.choose_victim(short - self._pool.num_fenced)
+            if victim is None:
+                break
+            if len(self._batch) == 1 and not self._ledger.num_reserved:
+                self._evictor.exhaust(victim, now)
+            else:
+                self._evictor.preempt(victim)
+                plan.has_preempted = True
+            wanting = [row for row in wanting if self._batch.sequences[row] is not None]
+            short = self._shortage(wanting)
+        return wanting, short
+
+    def _shortage(self, wanting: list[int]) -> int:
+        """How many blocks too few there are now for all of `wanting`; less than 1 = none."""
+        if not self._ledger.num_reserved:
+            tails = [row for row in wanting if not self._is_full(row)]
+            num_needed = len(wanting) - len(tails) + self._manager.num_copies_on_write(tails)
+            return num_needed - self._pool.num_free
+        # A row counts in full here even where it might be the last sharer of its tail.
+        guaranteed = sum(self._batch.sequence(row).request.is_guaranteed for row in wanting)
+        others = len(wanting) - guaranteed
+        reserved = max(self._ledger.num_reserved, guaranteed) if others else guaranteed
+        return others + reserved - self._pool.num_free
+
+    def _give_block(self, plan: StepPlan, row: int) -> bool:
+        """A block to append, or one for the copy of a shared tail. False: there is none for it."""
+        request = self._batch.sequence(row).request
+        has_room = self._pool.num_free > self._ledger.reserved_for_others(request.key)
+        if self._is_full(row):
+            blocks = self._pool.allocate(1) if has_room else None
+            if blocks is None:
+                return False
+            self._manager.append(row, blocks[0])
+            plan.table_rows.append(row)
+            plan.table_blocks.append(blocks[0])
+        elif self._manager.shares_tail(row):
+            if not has_room:
+                return False
+            copy = self._manager.copy_on_write(row, self._evictor.fence)
+            plan.device_copies.append(copy)
+            plan.tail_rows.append(row)
+            plan.tail_blocks.append(copy.target)
+            self._books.counters.copies_on_write += 1
+        self._books.leases.settle(request)
+        return True
+
+    def _is_full(self, row: int) -> bool:
+        return bool(self._batch.num_computed[row] >= self._batch.capacity[row])
+
+    def _candidate(self, row: int) -> Candidate:
+        sequence = self._batch.sequence(row)
+        return Candidate(
+            row=row,
+            class_rank=sequence.request.class_rank,
+            priority=sequence.request.priority,
+            num_preemptions=sequence.num_preemptions,
+            cost_ms=min(self._costs_ms(row)),
+            arrival=sequence.request.arrival,
+        )
+
+    def _costs_ms(self, row: int) -> tuple[float, float]:
+        """Milliseconds to recompute a row later, and to swap it out and in.
+
+        Blocks that others hold stay where they are and cost neither; what is on the host
+        already need not be stored, and is not computed again either.
+        """
+        costs, config = self._books.costs, self._books.config
+        num_computed = int(self._batch.num_computed[row])
+        blocks = self._manager.blocks(row)[: self._manager.num_blocks_for(num_computed)]
+        own = [block for block in blocks if self._pool.ref_count(block) == 1]
+        on_host = sum(map(self._is_on_host, own)) if self._books.host.num_blocks else 0
+        num_resident = len(blocks) - len(own)
+        if costs.loads_pay:
+            num_resident += on_host
+        num_lost = max(0, num_computed - num_resident * config.block_size)
+        recompute_ms = costs.recompute_ms(num_lost) + costs.copy_ms(on_host) * costs.loads_pay
+        return recompute_ms, costs.copy_ms(len(own) - on_host) + costs.copy_ms(len(own))
+
+    def _is_on_host(self, block: int) -> bool:
+        content = self._pool.content(block)
+        return content is not None and content.blocks[1] is not None

@@ -1,0 +1,81 @@
+"""What clients are to be told and have not been yet. Knows sequences, not rows or blocks."""
+
+from ..protos.messages import FinishReason, SequenceDelta, TokenLogprobs
+from .request import Sequence
+
+
+class Outbox:
+    """Deltas in the order in which they came about."""
+
+    def __init__(self) -> None:
+        self._deltas: list[SequenceDelta] = []
+        self.append = self._deltas.append
+
+    def take(self) -> list[SequenceDelta]:
+        """All of them, once."""
+        deltas = self._deltas
+        self._deltas = []
+        self.append = self._deltas.append
+        return deltas
+
+    def tell_token(
+        self,
+        sequence: Sequence,
+        token: int,
+        number: int,
+        logprobs: TokenLogprobs | None,
+        reason: FinishReason | None,
+        now: float,
+    ) -> None:
+        """One more token, the output's `number`-th counted from 0, and the end if it is that."""
+        self.append(
+            SequenceDelta(
+                request_key=sequence.request.key,
+                index=sequence.index,
+                first_position=number,
+                token_ids=(token,),
+                logprobs=() if logprobs is None else (logprobs,),
+                prompt_logprobs=_take_prompt_logprobs(sequence),
+                finish_reason=reason,
+                usage=None if reason is None else sequence.usage(number + 1, now),
+            )
+        )
+
+    def tell_end(
+        self,
+        sequence: Sequence,
+        num_output_tokens: int,
+        reason: FinishReason,
+        error: str,
+        now: float,
+    ) -> None:
+        """The end without a token."""
+        self.append(
+            SequenceDelta(
+                request_key=sequence.request.key,
+                index=sequence.index,
+                first_position=num_output_tokens,
+                prompt_logprobs=_take_prompt_logprobs(sequence),
+                finish_reason=reason,
+                usage=sequence.usage(num_output_tokens, now),
+                error=error,
+            )
+        )
+
+    def forget(self, request_key: str, index: int | None = None) -> None:
+        """Nothing of this request, or of this sample, is to be told any more."""
+        self._deltas[:] = [
+            delta
+            for delta in self._deltas
+            if delta.request_key != request_key or index not in (None, delta.index)
+        ]
+
+
+def _take_prompt_logprobs(sequence: Sequence) -> tuple[TokenLogprobs | None, ...]:
+    """All of them, once, with the first delta of the first sample."""
+    if not sequence.owes_prompt_logprobs:
+        return ()
+    sequence.owes_prompt_logprobs = False
+    entries = tuple(sequence.prompt_logprobs)
+    sequence.prompt_logprobs.clear()
+    return entries
