@@ -44,7 +44,7 @@ class ChatTemplate:
                 add_generation_prompt=True,
                 **self._special_tokens,
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             problem = f"the model's chat template refuses them: {error}"
             raise InvalidArgument(FIELD, problem) from error
 

@@ -6,11 +6,13 @@ Ray starts and ends it; clients never meet Ray. It takes no CPU of its own in Ra
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 import secrets
+from typing import cast
 
 import ray
 from ray.actor import ActorHandle
 
 from .controller_client import RayControllerClient
+from .gateway import Gateway
 from .gateway_servers import GatewayAddresses, GatewayServers
 
 __all__ = ["GatewayActor", "GatewayAddresses", "start_gateway"]
@@ -31,7 +33,7 @@ class GatewayActor:
     async def start(self, host: str, grpc_port: int, http_port: int) -> GatewayAddresses:
         """Listen for clients; OSError if a port is taken."""
         # made here: gRPC's servers belong to the loop they are made in
-        servers = GatewayServers(self._gateway_id, self._controller)
+        servers = GatewayServers(Gateway(self._gateway_id, self._controller))
         addresses = await servers.start(host, grpc_port, http_port)
         self._servers = servers
         return addresses
@@ -45,7 +47,8 @@ class GatewayActor:
 
 def start_gateway(
     controller: ActorHandle[object], *, name: str | None = None, namespace: str | None = None
-) -> ActorHandle[GatewayActor]:
+) -> ActorHandle[object]:
     """Create the actor. It is not restarted by itself: its ports would be others."""
     actor = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(GatewayActor)
-    return actor.options(name=name, namespace=namespace).remote(controller)
+    handle = actor.options(name=name, namespace=namespace).remote(controller)
+    return cast("ActorHandle[object]", handle)

@@ -3,7 +3,6 @@
 import asyncio
 from dataclasses import dataclass
 
-from .controller_client import ControllerClient
 from .gateway import Gateway
 from .grpc_server import GrpcServer
 from .http_server import HttpServer
@@ -14,7 +13,7 @@ _READINESS_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class GatewayAddresses:
-    """Where clients find a gateway. grpc: host:port. http: the URL's beginning."""
+    """Where clients find a gateway: host:port of each front."""
 
     grpc: str
     http: str
@@ -23,8 +22,8 @@ class GatewayAddresses:
 class GatewayServers:
     """Lives on the loop that calls `start`."""
 
-    def __init__(self, gateway_id: str, controller: ControllerClient) -> None:
-        self._gateway = Gateway(gateway_id, controller)
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
         self._grpc = GrpcServer(self._gateway)
         self._http = HttpServer(make_app(self._gateway))
         self._readiness: asyncio.Task[None] | None = None
@@ -35,12 +34,12 @@ class GatewayServers:
             bound_http = await self._http.start(host, http_port)
             bound_grpc = await self._grpc.start(host, grpc_port)
         except OSError:
-            await self._http.stop(0)
+            await asyncio.gather(self._grpc.stop(0), self._http.stop(0))
             raise
         await self._gateway.start()
         self._readiness = asyncio.create_task(self._follow_readiness())
         shown = f"[{host}]" if ":" in host else host
-        return GatewayAddresses(f"{shown}:{bound_grpc}", f"http://{shown}:{bound_http}")
+        return GatewayAddresses(f"{shown}:{bound_grpc}", f"{shown}:{bound_http}")
 
     async def stop(self, grace_s: float) -> None:
         """NOT_SERVING and no new calls at once; running ones have `grace_s` to end."""

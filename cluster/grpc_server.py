@@ -142,7 +142,11 @@ class GrpcServer:
 
     async def start(self, host: str, port: int) -> int:
         """Listen; the port is chosen where it is 0. NOT_SERVING until `set_serving`."""
-        bound = self._server.add_insecure_port(f"{host}:{port}")
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            bound = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address}") from error
         await self.set_serving(False)
         await self._server.start()
         return bound

@@ -23,6 +23,7 @@ class HttpServer:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._listener: socket.socket | None = None
         self._server: _EmbeddedServer | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -30,6 +31,7 @@ class HttpServer:
         """Listen; the port is chosen where it is 0."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=2048)
+        self._listener = listener
         config = uvicorn.Config(
             self._app, lifespan="off", log_config=None, access_log=False, ws="none"
         )
@@ -40,9 +42,10 @@ class HttpServer:
 
     async def stop(self, grace_s: float) -> None:
         """No new connections; running answers have `grace_s` to end."""
-        if self._server is None or self._task is None:
+        if self._server is None or self._task is None or self._listener is None:
             return
         self._server.config.timeout_graceful_shutdown = math.ceil(grace_s)
         self._server.force_exit = grace_s <= 0
         self._server.should_exit = True
         await self._task
+        self._listener.close()  # uvicorn leaves it open if it had not begun to serve
