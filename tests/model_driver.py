@@ -181,7 +181,8 @@ def all_logits(
 ) -> list[Tensor]:
     """float32 [len(prompt), vocab] of each prompt, all rows together, `chunk` tokens a step.
 
-    What is not computed yet is NaN in the pool, so reading a slot too early shows.
+    What is not computed yet is NaN in the pool, so reading a slot too early shows. On ranks
+    other than the leader there are no logits: an empty list.
     """
     runner.storage.pool.fill_(float("nan"))
     hand = HandWritten(runner, seed)
@@ -199,9 +200,12 @@ def all_logits(
         runner.batch.apply(output)
         step = runner.batch.prepare(output)
         hidden = runner.decoder.forward(step.token_ids, runner.storage.layers, step.metadata, None)
-        logits = runner.decoder.logits(hidden).clone()
+        logits = runner.decoder.logits(hidden)
         sizes = output.num_scheduled_tokens.tolist()
-        for row, part in zip(output.rows.tolist(), logits.split(sizes), strict=True):
+        for row, size in zip(output.rows.tolist(), sizes, strict=True):
+            done[row] += size
+        if logits is None:
+            continue
+        for row, part in zip(output.rows.tolist(), logits.clone().split(sizes), strict=True):
             parts[row].append(part)
-            done[row] += len(part)
-    return [torch.cat(part) for part in parts]
+    return [torch.cat(part) for part in parts if part]
