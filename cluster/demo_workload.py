@@ -74,8 +74,8 @@ TOGETHER = (
     DemoRequest("shared 4", "What is 2 + 2?", _greedy(48)),
     DemoRequest(
         "n=4",
-        "Invent a name for a robot that waters plants.",
-        SamplingParams(max_tokens=32, temperature=0.8, top_p=0.95, seed=7, n=4),
+        "Tell me something surprising about octopuses.",
+        SamplingParams(max_tokens=32, temperature=0.7, top_p=0.9, seed=7, n=4),
     ),
     DemoRequest("cancelled", "Tell me the story of the Moon.", _greedy(400), cancel_after=12),
     DemoRequest("alone 1", "Write one sentence about bread.", _greedy(48), with_system=False),

@@ -38,22 +38,13 @@ def status_view(state: pb.GetClusterStateResponse) -> Group:
 
 
 def replica_table(state: pb.GetClusterStateResponse) -> Table:
-    """One row a replica: what it does."""
-    headers = (
-        "replica",
-        "model",
-        "state",
-        "running",
-        "waiting",
-        "leased",
-        "hit tokens",
-        "preempted",
-    )
-    table = make_table(headers)
+    """One row a replica: what it does. The model only where there is more than one."""
+    has_models = len({replica.model for replica in state.replicas}) > 1
+    headers = ["replica", "state", "running", "waiting", "leased", "prefix hits", "preempted"]
+    table = make_table([*headers, "model"] if has_models else headers)
     for replica in state.replicas:
-        table.add_row(
+        row = (
             replica.replica_id,
-            replica.model,
             replica.state,
             str(replica.num_running),
             str(replica.num_waiting),
@@ -61,6 +52,7 @@ def replica_table(state: pb.GetClusterStateResponse) -> Table:
             f"{replica.hit_tokens:,} of {replica.query_tokens:,}",
             str(replica.preemptions),
         )
+        table.add_row(*row, *([replica.model] if has_models else []))
     return table
 
 
@@ -68,11 +60,11 @@ def pool_table(state: pb.GetClusterStateResponse) -> Table:
     """One row a tier of a replica: its blocks by state, as numbers and as a bar."""
     table = make_table(("pool", "clean", "cached", "referenced", "fenced", "total", "blocks"))
     for replica in state.replicas:
-        for name, tier in (("device", replica.device), ("host", replica.host)):
+        for name, tier in (("", replica.device), (" host", replica.host)):
             if tier.total:
                 counts = (tier.clean, tier.cached_idle, tier.referenced, tier.fenced, tier.total)
                 numbers = [f"{count:,}" for count in counts]
-                table.add_row(f"{replica.replica_id} {name}", *numbers, _bar(tier))
+                table.add_row(f"{replica.replica_id}{name}", *numbers, _bar(tier))
     return table
 
 

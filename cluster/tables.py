@@ -13,9 +13,9 @@ from .capacity_plan import CapacityPlan
 from .config import format_bytes
 
 
-def make_table(headers: Sequence[str], title: str | None = None) -> Table:
+def make_table(headers: Sequence[str]) -> Table:
     """A plain table: the first column to the left, numbers to the right."""
-    table = Table(box=None, title=title, title_justify="left", pad_edge=False)
+    table = Table(box=None, pad_edge=False)
     for place, header in enumerate(headers):
         table.add_column(header, justify="right" if place else "left", no_wrap=True)
     return table
