@@ -9,7 +9,7 @@ from collections.abc import Awaitable
 from typing import Protocol, TypeVar, cast
 
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from ..protos.errors import InternalError, PagefleetError, Unavailable
 from ..protos.messages import ClusterState, Lease, ModelCard, Refused, ReserveRequest, Ticket
@@ -74,11 +74,11 @@ class RayControllerClient:
     async def _call(self, reply: object) -> T:  # pyright: ignore[reportInvalidTypeVarUse]
         try:
             return await cast(Awaitable[T], reply)
-        except RayActorError as error:
-            problem = "the controller is restarting"
-            raise Unavailable(problem, retry_after_s=_CONTROLLER_RESTART_S) from error
-        except RayTaskError as error:
+        except RayTaskError as error:  # the method raised
             cause = cast(object, error.cause)
             if isinstance(cause, PagefleetError):
                 raise cause from error
             raise InternalError("the controller failed on this request") from error
+        except RayError as error:  # the call did not reach it, or its answer did not reach us
+            problem = "the controller is restarting"
+            raise Unavailable(problem, retry_after_s=_CONTROLLER_RESTART_S) from error

@@ -62,6 +62,7 @@ class EngineClient:
         key = (lease.address, lease.incarnation)
         link = self._links.get(key)
         if link is None or link.is_lost:
+            self._links = {k: other for k, other in self._links.items() if not other.is_lost}
             link = _Link(self._make_channel(lease.address), self._gateway_id, lease)
             self._links[key] = link
             link.start()

@@ -83,6 +83,7 @@ class GenerationRun:
         self._call = call
         self._model = model
         self._prompt = tuple(prompt)
+        self._prompt_array = np.array(prompt, dtype=np.int32)  # made once: it costs the most
         self._sampling = sampling
         self._request_key = request_key
         self._gateway_id = gateway_id
@@ -140,9 +141,10 @@ class GenerationRun:
     def _reserve_request(self) -> ReserveRequest:
         unfinished = self._unfinished()
         num_outputs = [len(sample.token_ids) for sample in unfinished]
-        known = self._prompt
-        if len(unfinished) == 1:
-            known += tuple(unfinished[0].token_ids)
+        known = self._prompt_array
+        if len(unfinished) == 1 and num_outputs[0]:
+            output = np.array(unfinished[0].token_ids, dtype=np.int32)
+            known = np.concatenate([known, output])
         identity = replace(self._model.card.identity, salt=self._call.cache_salt)
         max_tokens = self._sampling.max_tokens
         return ReserveRequest(
@@ -150,9 +152,7 @@ class GenerationRun:
             attempt=self._attempt,
             gateway_id=self._gateway_id,
             model=self._model.card.model,
-            route_hashes=route_hashes(
-                root_hash(identity), np.array(known, dtype=np.int32), identity.block_size
-            ),
+            route_hashes=route_hashes(root_hash(identity), known, identity.block_size),
             num_tokens=len(self._prompt) + sum(num_outputs),
             num_samples=len(unfinished),
             max_tokens=None if max_tokens is None else max_tokens - min(num_outputs),
