@@ -215,8 +215,8 @@ class Engine:
             self._launch(output)
         overlaps = output is not None and self._step_thread is not None
         num_ended = self._finish_steps(1 if overlaps else 0)
-        if output is None and self._copies:
-            self._poll_copies()
+        if output is None:
+            self._poll_executor()
         self._deliver(self._scheduler.take_deltas())
         return output is not None or num_ended > 0
 
@@ -260,8 +260,8 @@ class Engine:
 
     # -- engine thread: copies between the tiers ---------------------------------------------
 
-    def _poll_copies(self) -> None:
-        """Hear of copies that end while no step runs."""
+    def _poll_executor(self) -> None:
+        """While no step runs, hear of copies that end, and of ranks that are lost (it raises)."""
         done = self._executor.poll_copies()
         self._forget_copies(done)
         if done:

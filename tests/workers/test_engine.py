@@ -452,6 +452,22 @@ def test_copies_that_end_while_no_step_runs_are_heard_of(make_engine: MakeEngine
     assert scheduler.done == [CopyDone(4)]
 
 
+def test_a_rank_lost_while_idle_ends_the_engine(make_engine: MakeEngine) -> None:
+    class LosesRank(FakeExecutor):
+        is_lost = False
+
+        def poll_copies(self) -> tuple[CopyDone, ...]:
+            if self.is_lost:
+                raise ConnectionError("rank 1 is gone")
+            return ()
+
+    executor = LosesRank()
+    engine = make_engine(make_scheduler(), executor, idle_tick_s=0.001)
+    executor.is_lost = True
+    engine.join(WAIT_S)
+    assert isinstance(engine.failure, ConnectionError)
+
+
 def test_a_copy_that_never_ends_is_a_broken_device(make_engine: MakeEngine) -> None:
     """E18: the replica is rebuilt; its blocks are not handed out again meanwhile."""
     now = [0.0]
