@@ -8,8 +8,9 @@ there should be.
 
 import asyncio
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar, cast
+from uuid import uuid4
 
 import ray
 from ray.actor import ActorHandle
@@ -26,7 +27,10 @@ from ray.util.scheduling_strategies import (
 
 from ..protos.messages import ReplicaInfo
 from ..workers.config import WorkerConfig
+from ..workers.parallel import GroupError
 from ..workers.process_identity import ProcessIdentity, kill_for_certain
+from ..workers.rank_worker import RankWorker
+from ..workers.rendezvous import RankSpec
 from ..workers.worker import Worker, worker_environment
 
 T = TypeVar("T")
@@ -45,7 +49,7 @@ class ReplicaSpec:
     """What a replica is, over all its incarnations.
 
     model: the name that clients know it by; what is loaded stands in `config`.
-    num_cpus, num_gpus: what each rank takes of its node.
+    num_cpus, num_gpus: what each rank takes of its node. num_ranks: tensor parallel size.
     """
 
     replica_id: str
@@ -53,6 +57,7 @@ class ReplicaSpec:
     config: WorkerConfig
     num_cpus: float = 1.0
     num_gpus: float = 0.0
+    num_ranks: int = 1
 
 
 class Replica(Protocol):
@@ -81,39 +86,76 @@ class Replica(Protocol):
 
 
 class RayReplica:
-    """A replica of one rank: a placement group and a Worker in it."""
+    """A placement group on one node, with a Worker in it and a RankWorker for each further rank.
+
+    Where one rank ends, all do: what is left of a replica cannot compute anything.
+    """
 
     def __init__(self, spec: ReplicaSpec, controller: "ActorHandle[object]") -> None:
         self._spec = spec
         self._controller = controller
         self._placement: PlacementGroup | None = None
         self._worker: ActorHandle[object] | None = None
-        self._process: ProcessIdentity | None = None
+        self._ranks: list[ActorHandle[object]] = []
+        self._obeying: list[asyncio.Task[str | None]] = []  # each ends with the reason
+        self._processes: list[ProcessIdentity] = []  # the leader's first
 
     @property
     def process(self) -> ProcessIdentity | None:
         """See Replica."""
-        return self._process
+        return self._processes[0] if self._processes else None
+
+    @property
+    def rank_processes(self) -> tuple[ProcessIdentity, ...]:
+        """All ranks' processes, the leader's first."""
+        return tuple(self._processes)
 
     async def start(self) -> ReplicaInfo:
         """See Replica."""
         self._placement = await self._place()
         self._worker = worker = self._create_worker(self._placement)
+        others = range(1, self._spec.num_ranks)
+        self._ranks = [self._create_rank(self._placement, rank) for rank in others]
         try:
-            self._process = await _result(ProcessIdentity, worker.identify.remote())
+            for actor in (worker, *self._ranks):
+                self._processes.append(await _result(ProcessIdentity, actor.identify.remote()))
+            if self._ranks:
+                await self._start_ranks(worker)
             return await _result(ReplicaInfo, worker.start.remote())
         except RayTaskError as error:
-            raise ReplicaFailed(f"{self._spec.replica_id}: {error.cause}") from error
+            raise ReplicaFailed(f"{self._spec.replica_id}: {self._cause(error)}") from error
         except RayError as error:
             raise ReplicaFailed(f"{self._spec.replica_id}: {error}") from error
+
+    async def _start_ranks(self, worker: "ActorHandle[object]") -> None:
+        """They load while the leader does, and then obey it to their end."""
+        name = f"{self._spec.replica_id}/{uuid4().hex}"
+        reply = worker.open_group.remote(name, self._spec.num_ranks)
+        group = await _result(RankSpec, reply)
+        for index, actor in enumerate(self._ranks, start=1):
+            reply = actor.obey.remote(replace(group, rank=index))
+            self._obeying.append(asyncio.create_task(_end_of_rank(index, reply)))
+
+    def _cause(self, error: RayTaskError) -> str:
+        """Why the start failed: a rank's own reason says more than that the leader lost it."""
+        cause = error.cause
+        if isinstance(cause, GroupError):
+            for task in self._obeying:
+                if task.done() and task.result() is not None:
+                    return f"{cause}; {task.result()}"
+        return str(cause)
 
     async def wait_ended(self) -> str:
         """See Replica."""
         assert self._worker is not None, "start() comes first"
+        leader = asyncio.create_task(_end_of_leader(self._worker.join.remote()))
         try:
-            return await _result(str, self._worker.join.remote())
-        except RayError as error:
-            return f"its process is lost: {type(error).__name__}"
+            await asyncio.wait({leader, *self._obeying}, return_when=asyncio.FIRST_COMPLETED)
+            reasons = [task.result() for task in self._obeying if task.done()]
+            lost = next((reason for reason in reasons if reason is not None), None)
+            return await leader if leader.done() or lost is None else lost
+        finally:
+            leader.cancel()
 
     async def drain(self, timeout_s: float) -> bool:
         """See Replica."""
@@ -125,44 +167,53 @@ class RayReplica:
 
     async def kill(self) -> None:
         """See Replica."""
-        if self._worker is not None:
-            ray.kill(self._worker, no_restart=True)
-        if self._process is not None:
-            await self._kill_process(self._process)
+        actors = self._ranks if self._worker is None else [self._worker, *self._ranks]
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+        for task in self._obeying:
+            task.cancel()
+        await asyncio.gather(*(self._kill_process(process) for process in self._processes))
         if self._placement is not None:
             remove_placement_group(self._placement)
-        self._worker = self._process = self._placement = None
+        self._worker = self._placement = None
+        self._ranks, self._obeying, self._processes = [], [], []
 
     async def _place(self) -> PlacementGroup:
-        bundle = {"CPU": self._spec.num_cpus, "GPU": self._spec.num_gpus}
-        group = placement_group(
-            [{name: amount for name, amount in bundle.items() if amount > 0}],
-            strategy="STRICT_PACK",
-        )
+        amounts = {"CPU": self._spec.num_cpus, "GPU": self._spec.num_gpus}
+        bundle = {name: amount for name, amount in amounts.items() if amount > 0}
+        group = placement_group([bundle] * self._spec.num_ranks, strategy="STRICT_PACK")
         try:
             await asyncio.wait_for(group.ready(), _PLACEMENT_TIMEOUT_S)
         except TimeoutError:
             remove_placement_group(group)
             raise ReplicaFailed(
-                f"{self._spec.replica_id}: no node has {self._spec.num_cpus:g} CPUs and "
-                f"{self._spec.num_gpus:g} GPUs free"
+                f"{self._spec.replica_id}: no node has {self._spec.num_ranks} times "
+                f"{self._spec.num_cpus:g} CPUs and {self._spec.num_gpus:g} GPUs free"
             ) from None
         return group
 
     def _create_worker(self, placement: PlacementGroup) -> "ActorHandle[object]":
+        spec = self._spec
+        arguments = (spec.replica_id, spec.model, spec.config, self._controller)
+        return self._create_actor(Worker, placement, 0, arguments)
+
+    def _create_rank(self, placement: PlacementGroup, rank: int) -> "ActorHandle[object]":
+        return self._create_actor(RankWorker, placement, rank, (self._spec.config,))
+
+    def _create_actor(
+        self, kind: type, placement: PlacementGroup, bundle: int, arguments: tuple[object, ...]
+    ) -> "ActorHandle[object]":
         num_threads = self._spec.config.num_threads or max(1, int(self._spec.num_cpus))
-        options = ray.remote(Worker).options(
+        options = ray.remote(kind).options(
             num_cpus=self._spec.num_cpus,
             num_gpus=self._spec.num_gpus,
             max_restarts=0,
             max_task_retries=0,  # Ray would run a call twice and splice the results
             max_concurrency=_CALLS_AT_ONCE,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(placement, 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(placement, bundle),
             runtime_env={"env_vars": worker_environment(num_threads)},
         )
-        spec = self._spec
-        handle = options.remote(spec.replica_id, spec.model, spec.config, self._controller)
-        return cast("ActorHandle[object]", handle)
+        return cast("ActorHandle[object]", options.remote(*arguments))
 
     async def _kill_process(self, process: ProcessIdentity) -> None:
         """`ray.kill` asks the process itself, which a stopped one never hears."""
@@ -177,6 +228,24 @@ class RayReplica:
             is_gone = not _is_node_alive(process.node_id)
         if not is_gone:
             raise ReplicaFailed(f"{self._spec.replica_id}: pid {process.pid} cannot be ended")
+
+
+async def _end_of_leader(reply: object) -> str:
+    try:
+        return await _result(str, reply)
+    except RayError as error:
+        return f"its process is lost: {type(error).__name__}"
+
+
+async def _end_of_rank(rank: int, reply: object) -> str | None:
+    """Why it was lost; None if the leader sent it home, which will tell the reason itself."""
+    try:
+        await cast(Awaitable[object], reply)
+    except RayTaskError as error:
+        return f"rank {rank}: {error.cause}"
+    except RayError as error:
+        return f"rank {rank}: its process is lost: {type(error).__name__}"
+    return None
 
 
 async def _result(kind: type[T], reply: object) -> T:

@@ -116,7 +116,14 @@ def _replica_specs(config: ClusterConfig) -> list[ReplicaSpec]:
     num_cpus = 1 if num_gpus or config.address is not None else max(1, cores)
     worker = _worker_config(config, num_cpus, on_gpu=num_gpus > 0)
     return [
-        ReplicaSpec(f"replica-{number}", config.served_model_name, worker, num_cpus, num_gpus)
+        ReplicaSpec(
+            f"replica-{number}",
+            config.served_model_name,
+            worker,
+            num_cpus,
+            num_gpus,
+            num_ranks=config.tp,
+        )
         for number in range(config.replicas)
     ]
 

@@ -2,6 +2,7 @@
 
 threads:  engine (steps) · loop (gateway streams, reports) · whoever calls `Leader`
 """
+# pyright: reportPrivateImportUsage=false
 
 import contextlib
 import logging
@@ -10,15 +11,18 @@ import threading
 from dataclasses import dataclass
 from uuid import uuid4
 
+from torch.distributed import TCPStore
+
 from ..protos.messages import CacheIdentity, ModelCard, ReplicaInfo
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.stats import SchedulerStats
 from .config import WorkerConfig
 from .engine import Engine
 from .engine_server import EngineServer
-from .executor import LocalExecutor
+from .executor import make_executor
 from .loop_thread import LoopThread
 from .model_runner import ModelRunner
+from .rendezvous import RankSpec
 from .reporter import ControllerLink, Reporter
 from .step_times import StepTimes
 
@@ -34,11 +38,17 @@ class LoadedEngine:
     identity: CacheIdentity
 
 
-def load_engine(config: WorkerConfig) -> LoadedEngine:
-    """Load the model and build an engine that has not started."""
-    runner = ModelRunner.load(config)
+def load_engine(
+    config: WorkerConfig, spec: RankSpec | None = None, store: TCPStore | None = None
+) -> LoadedEngine:
+    """Load the model and build an engine that has not started.
+
+    spec, store: where this is the leader of several ranks, what `open_group` gave it.
+    """
+    runner = ModelRunner.load(config, spec, store)
+    executor = make_executor(runner)
     logger.info("memory: %s", runner.partition.text)
-    speed = runner.measure()
+    speed = runner.measure(execute=executor.execute)
     model = runner.model_info
     identity = CacheIdentity(
         model_fingerprint=model.fingerprint,
@@ -53,7 +63,7 @@ def load_engine(config: WorkerConfig) -> LoadedEngine:
     )
     step_times = StepTimes(speed.prefill_tokens_per_s, speed.decode_step_s)
     overlap = runner.device.type != "cpu" if config.overlap_steps is None else config.overlap_steps
-    engine = Engine(scheduler, LocalExecutor(runner), overlap=overlap, step_times=step_times)
+    engine = Engine(scheduler, executor, overlap=overlap, step_times=step_times)
     return LoadedEngine(engine, runner, identity)
 
 

@@ -5,7 +5,7 @@ Knows the transports; no model and no Ray.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportPrivateImportUsage=false
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 from . import shared_memory_group
 from .parallel import SingleRank, TensorParallelGroup
 from .shared_memory_group import SharedMemoryGroup
-from .torch_group import TorchDistributedGroup, open_store
+from .torch_group import TorchDistributedGroup, host_store, open_store
 
 
 class Transport(StrEnum):
@@ -90,6 +90,22 @@ def best_transport(*, is_one_host: bool) -> Transport:
     if is_one_host and shared_memory_group.is_available():
         return Transport.SHARED_MEMORY
     return Transport.TORCH
+
+
+def open_group(
+    name: str, world_size: int, host: str, device: str
+) -> tuple[RankSpec, TCPStore | None]:
+    """In the leader's process, before the other ranks of its host start: what they must be told,
+    and what is to be given to `connect` here.
+
+    host: the node's own address. device: as in `WorkerConfig`.
+    """
+    spec = RankSpec(name, 0, world_size, best_transport(is_one_host=True), host)
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    if world_size == 1 or (spec.transport is Transport.SHARED_MEMORY and not on_gpu):
+        return spec, None
+    store = host_store(host, spec.start_timeout_s)
+    return replace(spec, store_port=store.port), store
 
 
 def connect(spec: RankSpec, device: torch.device, store: TCPStore | None = None) -> RankGroups:

@@ -4,7 +4,7 @@ Knows Ray and the controller's handle; the replica itself is in `leader`. Whoeve
 actor sets `worker_environment` on it: some variables must stand before torch is loaded.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
+# pyright: reportUnknownArgumentType=false, reportPrivateImportUsage=false
 
 import asyncio
 import gc
@@ -15,12 +15,14 @@ from typing import TypeVar, cast
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
+from torch.distributed import TCPStore
 
 from ..protos.messages import ModelCard, ReplicaInfo, ReplicaReport, ReportReply
 from ..scheduler.stats import SchedulerStats
 from .config import WorkerConfig
 from .leader import Leader, load_engine
 from .process_identity import ProcessIdentity, this_process
+from .rendezvous import RankSpec, open_group
 from .reporter import ControllerUnreachable
 
 T = TypeVar("T")
@@ -73,13 +75,24 @@ class Worker:
         self._config = config
         self._link = RayControllerLink(controller)
         self._leader: Leader | None = None
+        self._spec: RankSpec | None = None
+        self._store: TCPStore | None = None
 
     def identify(self) -> ProcessIdentity:
         """The process to end when this replica must be gone for certain."""
         return this_process(ray.get_runtime_context().get_node_id())
 
+    def open_group(self, name: str, world_size: int) -> RankSpec:
+        """Where several ranks share the model: what each must be told, its number apart."""
+        host = ray.util.get_node_ip_address()
+        self._spec, self._store = open_group(name, world_size, host, self._config.device)
+        return self._spec
+
     def start(self) -> ReplicaInfo:
-        """Load the model, serve, register. A new incarnation each time."""
+        """Load the model, with the other ranks if there are any, serve, register.
+
+        A new incarnation each time.
+        """
         assert self._leader is None, "one actor is one incarnation"
         # Python's 5 ms are several steps of a small model, and tokens would wait that long for
         # the thread that sends them.
@@ -87,7 +100,7 @@ class Worker:
         self._leader = Leader(
             self._replica_id,
             self._model,
-            load_engine(self._config),
+            load_engine(self._config, self._spec, self._store),
             self._link,
             host=ray.util.get_node_ip_address(),
             node_id=ray.get_runtime_context().get_node_id(),
