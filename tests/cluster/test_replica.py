@@ -1,6 +1,7 @@
 """A replica on a real Ray cluster: it serves a stream, and dies and comes back."""
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -41,15 +42,16 @@ class Cluster:
     def process(self) -> ProcessIdentity:
         return ray.get(self.supervisor.processes.remote(), timeout=WAIT_S)["r0"]
 
-    async def wait_replaced(self, incarnation: str) -> ReplicaInfo:
-        """Wait until another incarnation serves, and the controller has its report."""
+    async def wait_ready(self, other_than: str = "") -> ReplicaInfo:
+        """Wait until an incarnation serves, another one if asked, and the controller knows."""
         async with asyncio.timeout(WAIT_S):
             while True:
-                for status in self.state().replicas:
-                    if status.incarnation != incarnation and status.state is ReplicaState.READY:
-                        infos = self.infos()
-                        if infos and infos[0].incarnation == status.incarnation:
-                            return infos[0]
+                with contextlib.suppress(ray.exceptions.RayActorError):  # it restarts
+                    for status in self.state().replicas:
+                        if status.incarnation != other_than and status.state is ReplicaState.READY:
+                            infos = self.infos()
+                            if infos and infos[0].incarnation == status.incarnation:
+                                return infos[0]
                 await asyncio.sleep(0.05)
 
 
@@ -109,6 +111,21 @@ async def test_a_registered_replica_serves_streams(cluster: Cluster) -> None:
     await client.close()
 
 
+async def test_a_controller_that_restarts_knows_the_replica_again(cluster: Cluster) -> None:
+    """The same incarnation goes on; its streams do not notice."""
+    (info,) = cluster.infos()
+    client = EngineClient("gw")
+    before = await read_all(client, info, "before")
+    ray.kill(cluster.controller, no_restart=False)
+    assert await read_all(client, info, "meanwhile") == before
+    again = await cluster.wait_ready()
+    assert again == info
+    (status,) = cluster.state().replicas
+    assert status.device.cached_idle > 0
+    assert status.indexed_device > 0
+    await client.close()
+
+
 async def test_a_killed_replica_comes_back_as_another_incarnation(cluster: Cluster) -> None:
     (info,) = cluster.infos()
     client = EngineClient("gw")
@@ -117,7 +134,7 @@ async def test_a_killed_replica_comes_back_as_another_incarnation(cluster: Clust
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(ReplicaLost):
         await read_all(client, info, "lost")
-    replacement = await cluster.wait_replaced(info.incarnation)
+    replacement = await cluster.wait_ready(other_than=info.incarnation)
     assert replacement.incarnation != info.incarnation
     assert replacement.stream_secret != info.stream_secret
     assert cluster.process() != process
@@ -130,7 +147,7 @@ async def test_a_frozen_replica_declared_dead_is_killed_for_certain(cluster: Clu
     (info,) = cluster.infos()
     process = cluster.process()
     os.kill(process.pid, signal.SIGSTOP)
-    replacement = await cluster.wait_replaced(info.incarnation)
+    replacement = await cluster.wait_ready(other_than=info.incarnation)
     assert not is_alive(process)
     client = EngineClient("gw")
     assert len(await read_all(client, replacement, "after")) == 30
