@@ -41,6 +41,8 @@ def demo(config: ClusterConfig, console: Console, *, as_json: bool) -> None:
 def _run(config: ClusterConfig, say: Console, on_progress: OnProgress) -> dict[str, object]:
     """Start, show the pools, ask, show the answers and the pools again, and stop."""
     with running_cluster(config, on_progress) as cluster, Client(cluster.addresses.grpc) as client:
+        for info in cluster.replicas:
+            say.print(f"{info.replica_id}: {info.memory}", highlight=False, soft_wrap=True)
         before = client.cluster_state()
         say.print("\n[bold]Pools before[/bold]", pool_table(before), sep="\n")
         say.print("\n[bold]Requests[/bold], over gRPC, streamed")

@@ -45,6 +45,7 @@ def serve(
         str | None, typer.Option(help="What clients call it; the folder's name or the id.")
     ] = None,
     replicas: Annotated[int, typer.Option(help="How many copies of the model.")] = 1,
+    tp: Annotated[int, typer.Option(help="Ranks (GPUs) that share one copy.")] = 1,
     host: Annotated[str, typer.Option(help="Where the servers listen.")] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option(help="0 = any free one.")] = 50051,
     http_port: Annotated[int, typer.Option(help="0 = any free one.")] = 8000,
@@ -78,6 +79,7 @@ def serve(
         model=model or "",
         served_model_name=served_model_name or (default_served_name(model) if model else NAME),
         replicas=replicas,
+        tp=tp,
         host=host,
         grpc_port=grpc_port,
         http_port=http_port,

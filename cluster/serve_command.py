@@ -19,7 +19,6 @@ from rich.console import Console
 from .config import ClusterConfig, CommandError
 from .models_command import fetch_default
 from .serve import OnProgress, RunningCluster, running_cluster
-from .tables import make_table
 
 _CHECK_PERIOD_S = 5.0
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -98,17 +97,19 @@ def _announce(
             "grpc": addresses.grpc,
             "http": addresses.http,
             "replicas": [
-                {"replica_id": info.replica_id, "num_blocks": info.num_blocks}
+                {
+                    "replica_id": info.replica_id,
+                    "num_blocks": info.num_blocks,
+                    "num_host_blocks": info.num_host_blocks,
+                    "memory": info.memory,
+                }
                 for info in cluster.replicas
             ],
         }
         print(json.dumps(facts), flush=True)
         return
-    table = make_table(("replica", "blocks", "tokens"))
     for info in cluster.replicas:
-        tokens = info.num_blocks * info.identity.block_size
-        table.add_row(info.replica_id, f"{info.num_blocks:,}", f"{tokens:,}")
-    console.print(table)
+        console.print(f"{info.replica_id}: {info.memory}", highlight=False, soft_wrap=True)
     console.print(f"{config.served_model_name} is ready", style="bold green", highlight=False)
     console.print(f"  gRPC  {addresses.grpc}", highlight=False)
     console.print(f"  HTTP  http://{addresses.http}/v1", highlight=False)

@@ -180,6 +180,7 @@ class ReplicaInfo:
     address: host:port of the leader's engine_server. stream_secret: what a gateway must show
     there; only the controller hands it out. max_context: the longest sequence, in tokens.
     block_bytes: of one block on one rank, 0 where unknown; prices loads from the host tier.
+    memory: how its memory is divided, for people to read.
     """
 
     replica_id: str
@@ -197,6 +198,7 @@ class ReplicaInfo:
     node_id: str = ""
     tensor_parallel: int = 1
     block_bytes: int = 0
+    memory: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,9 @@ def test_help_imports_nothing_heavy():
         "import sys; from pagefleet.cluster import main; "
         "print(sorted({'torch', 'ray', 'grpc', 'transformers', 'numpy'} & set(sys.modules)))"
     )
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert output.stdout.strip() == "[]"
 
 

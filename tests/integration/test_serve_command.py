@@ -16,15 +16,6 @@ PAGEFLEET = str(Path(sys.executable).parent / "pagefleet")
 SERVE = (PAGEFLEET, "serve", "--grpc-port", "0", "--http-port", "0", "--json")
 
 
-def processes_of(temp_dir: Path) -> list[psutil.Process]:
-    """Ray's processes name its temporary folder; a private one lies below `temp_dir`."""
-    return [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if str(temp_dir) in " ".join(process.info["cmdline"] or ())
-    ]
-
-
 @pytest.fixture
 def serving(tiny_model: Path) -> Iterator[subprocess.Popen[str]]:
     command = [*SERVE, "--model", str(tiny_model), "--replicas", "1", "--num-blocks", "64"]
@@ -42,7 +33,9 @@ def run(*arguments: str) -> str:
 def test_serve_answers_and_ends_with_zero(serving: subprocess.Popen[str]):
     assert serving.stdout is not None
     facts = json.loads(serving.stdout.readline())
-    assert facts["replicas"] == [{"replica_id": "replica-0", "num_blocks": 64}]
+    (replica,) = facts["replicas"]
+    assert (replica["replica_id"], replica["num_blocks"]) == ("replica-0", 64)
+    assert "KV pool" in replica["memory"]
     server = ("--server", facts["grpc"])
     state = json.loads(run("status", *server, "--json"))
     assert state["replicas"][0]["state"] == "ready"

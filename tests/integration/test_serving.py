@@ -80,26 +80,28 @@ def test_a_client_that_goes_away_frees_its_blocks(client: Client, settled_state)
     settled_state()
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
-async def test_random_cancels_leave_nothing(cluster, settled_state, count: int):
-    rng = random.Random(count)
+async def test_1000_random_cancels_leave_nothing(cluster, settled_state):
+    rng = random.Random(0)
     places = asyncio.Semaphore(40)
+    ends = {"cancelled": 0, "complete": 0}
 
-    async def cancelled(client: AsyncClient, number: int) -> None:
+    async def maybe_cancelled(client: AsyncClient, number: int) -> None:
         sampling = SamplingParams(
             max_tokens=rng.randint(1, 60), seed=number, n=rng.choice((1, 1, 2, 4))
         )
         prompt = f"{'shared ' * rng.randint(0, 9)}{number}"
         async with places, aclosing(client.stream(prompt, sampling)) as stream:
             try:
-                async with asyncio.timeout(rng.uniform(0.0, 0.2)):
+                async with asyncio.timeout(rng.uniform(0.0, 0.1)):
                     async for _ in stream:
                         pass
+                ends["complete"] += 1
             except TimeoutError:
-                return
+                ends["cancelled"] += 1
 
     async with AsyncClient(cluster.addresses.grpc) as client:
-        await asyncio.gather(*(cancelled(client, number) for number in range(count)))
+        await asyncio.gather(*(maybe_cancelled(client, number) for number in range(1000)))
+    assert ends["cancelled"] > 200, ends
     state = await asyncio.to_thread(settled_state)
     assert state.queued_requests == 0
     for replica in state.replicas:
