@@ -8,7 +8,7 @@ import contextlib
 import logging
 import secrets
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from uuid import uuid4
 
 from torch.distributed import TCPStore
@@ -21,7 +21,7 @@ from .engine import Engine
 from .engine_server import EngineServer
 from .executor import make_executor
 from .loop_thread import LoopThread
-from .model_runner import ModelRunner
+from .model_runner import MeasuredSpeed, ModelRunner
 from .rendezvous import RankSpec
 from .reporter import ControllerLink, Reporter
 from .step_times import StepTimes
@@ -36,6 +36,7 @@ class LoadedEngine:
     engine: Engine
     runner: ModelRunner
     identity: CacheIdentity
+    speed: MeasuredSpeed
 
 
 def load_engine(
@@ -56,15 +57,16 @@ def load_engine(
         kv_dtype=model.dtype,
         block_size=config.block_size,
     )
-    scheduler = Scheduler(
+    settings = replace(
         config.scheduler_config(runner.num_blocks, runner.num_host_blocks, model.max_context),
-        identity,
-        model.eos_token_ids,
+        block_bytes=runner.partition.block_bytes,
+        prefill_tokens_per_s=speed.prefill_tokens_per_s,
     )
-    step_times = StepTimes(speed.prefill_tokens_per_s, speed.decode_step_s)
+    scheduler = Scheduler(settings, identity, model.eos_token_ids)
+    step_times = StepTimes(speed.decode_step_s)
     overlap = runner.device.type != "cpu" if config.overlap_steps is None else config.overlap_steps
     engine = Engine(scheduler, executor, overlap=overlap, step_times=step_times)
-    return LoadedEngine(engine, runner, identity)
+    return LoadedEngine(engine, runner, identity, speed)
 
 
 def model_card(name: str, loaded: LoadedEngine) -> ModelCard:
@@ -121,10 +123,11 @@ class Leader:
             num_host_blocks=loaded.runner.num_host_blocks,
             max_context=loaded.runner.model_info.max_context,
             max_num_sequences=loaded.runner.config.max_num_sequences,
-            prefill_tokens_per_s=self._engine.step_times.prefill_tokens_per_s,
-            decode_step_s=self._engine.step_times.decode_step_s,
+            prefill_tokens_per_s=loaded.speed.prefill_tokens_per_s,
+            decode_step_s=loaded.speed.decode_step_s,
             node_id=node_id,
-            block_bytes=loaded.runner.partition.kv_pool // loaded.runner.num_blocks,
+            block_bytes=loaded.runner.partition.block_bytes,
+            memory=loaded.runner.partition.text,
         )
         self._reporter = Reporter(
             self._engine, link, self.info, model_card(model, loaded), on_fence=self._on_fence
