@@ -59,7 +59,7 @@ def load_engine(
     )
     settings = replace(
         config.scheduler_config(runner.num_blocks, runner.num_host_blocks, model.max_context),
-        block_bytes=runner.partition.block_bytes,
+        block_bytes=runner.storage.layout.num_bytes,
         prefill_tokens_per_s=speed.prefill_tokens_per_s,
     )
     scheduler = Scheduler(settings, identity, model.eos_token_ids)
@@ -126,7 +126,7 @@ class Leader:
             prefill_tokens_per_s=loaded.speed.prefill_tokens_per_s,
             decode_step_s=loaded.speed.decode_step_s,
             node_id=node_id,
-            block_bytes=loaded.runner.partition.block_bytes,
+            block_bytes=loaded.runner.storage.layout.num_bytes,
             memory=loaded.runner.partition.text,
         )
         self._reporter = Reporter(

@@ -195,7 +195,7 @@ class Reporter:
         self._last_taken = taken
         self._unconfirmed_leases += taken.finished_leases
         self._sequence_number += 1
-        stats, times = taken.stats, self._engine.step_times
+        stats = taken.stats
         return ReplicaReport(
             replica_id=self._info.replica_id,
             incarnation=self._info.incarnation,
@@ -209,9 +209,9 @@ class Reporter:
             num_waiting=stats.num_waiting,
             num_running=stats.num_running,
             waiting_prefill_tokens=stats.waiting_prefill_tokens,
-            prefill_tokens_per_s=times.prefill_tokens_per_s,
-            decode_step_s=times.decode_step_s,
-            copy_bytes_per_s=0.0,
+            prefill_tokens_per_s=stats.prefill_tokens_per_s,
+            decode_step_s=self._engine.step_times.decode_step_s,
+            copy_bytes_per_s=stats.copy_bytes_per_s,
             preemptions=stats.preemptions,
             events=taken.events,
             digest_device=stats.route_digests[0],
