@@ -20,8 +20,8 @@ class WaitingRequest:
     """A request with a ticket.
 
     since: when it first asked (a kept appointment counts from the refusal). bonus_s: head start
-    in seconds of waiting, by priority and class. block_seconds: what it is expected to use.
-    excluded: bit set of slots it must not go to.
+    in seconds of waiting, by priority and class. duration_s: how long it is expected to hold its
+    blocks. excluded: bit set of slots it must not go to.
     """
 
     request: ReserveRequest
@@ -30,7 +30,7 @@ class WaitingRequest:
     arrived_at: float
     deadline_at: float | None
     bonus_s: float
-    block_seconds: float
+    duration_s: float
     excluded: int = 0
     row: int = field(default=-1, init=False)
 
@@ -38,6 +38,11 @@ class WaitingRequest:
     def tenant(self) -> str:
         """Who pays."""
         return self.request.tenant
+
+    @property
+    def block_seconds(self) -> float:
+        """What it is expected to use."""
+        return self.need.num_blocks * self.duration_s
 
 
 class FairQueue:
@@ -50,12 +55,13 @@ class FairQueue:
         self._tenants: dict[str, int] = {}  # tenant → number waiting
         self._deficits: dict[str, float] = {}
         self._mean_cost = 1.0
+        self.mean_wait_s = 0.0
         self.num_tokens = 0
         self.block_seconds = 0.0
         self.tokens: FloatArray = np.zeros(16)
         self.needs: IntArray = np.zeros(16, dtype=np.int64)
         self.since: FloatArray = np.zeros(16)
-        self.seconds: FloatArray = np.zeros(16)
+        self.durations: FloatArray = np.zeros(16)
         self.tenant_ids: IntArray = np.zeros(16, dtype=np.int64)
         self.waiting: BoolArray = np.zeros(16, dtype=np.bool_)
         self.barred: BoolArray = np.zeros((16, 0), dtype=np.bool_)
@@ -106,7 +112,7 @@ class FairQueue:
         self.tokens[row] = waiting.request.num_tokens
         self.needs[row] = waiting.need.num_blocks
         self.since[row] = waiting.since - waiting.bonus_s
-        self.seconds[row] = waiting.block_seconds
+        self.durations[row] = waiting.duration_s
         self.tenant_ids[row] = self._enter(waiting.tenant)
         self.waiting[row] = True
         self.barred[row] = False
@@ -158,6 +164,10 @@ class FairQueue:
         """The size of a turn follows the mean cost of a request."""
         self._mean_cost += 0.05 * (block_seconds - self._mean_cost)
 
+    def learn_wait(self, waited_s: float) -> None:
+        """A request was granted after so long."""
+        self.mean_wait_s += 0.02 * (waited_s - self.mean_wait_s)
+
     def check_integrity(self) -> None:
         """Assert that the maps, the rows and the sums agree."""
         used = [waiting for waiting in self._rows if waiting is not None]
@@ -199,7 +209,7 @@ class FairQueue:
         size = len(self._rows)
         self._rows += [None] * size
         self._free_rows = list(range(2 * size - 1, size - 1, -1))
-        for name in ("tokens", "needs", "since", "seconds", "tenant_ids", "waiting"):
+        for name in ("tokens", "needs", "since", "durations", "tenant_ids", "waiting"):
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
         for name in ("barred", "hits", "host_hits"):

@@ -5,37 +5,60 @@ fit. Of all pairs of a waiting request and such a replica, the one of least cost
 
     prefill of what is not resident there + loading from its host tier
     + prefill that another replica's cache would have saved (that work is being done twice)
-    + crowding of its pool
+    + crowding of its pool, and the request's share of the pool's time where blocks are scarce
     - a head start that grows with the time already waited
 
 A request stays in the queue while a replica that is busy now would still serve it sooner, its
 cached prefix counted more than once, because keeping a prefix in one place has a future value.
+Who has been passed over for too long gets a replica held: only what ends before the blocks for
+it are there may still start on that one.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from .fair_queue import FairQueue
-from .replica_view import BoolArray, FloatArray, ReplicaColumns
+from .forecast import wait_for_blocks_s
+from .replica_view import BoolArray, FloatArray, IntArray, ReplicaColumns
 from .routing_policy import RoutedRequest
+
+Releases = Callable[[int], list[tuple[float, int]]]
 
 
 @dataclass(frozen=True, slots=True)
 class LateBindingConfig:
-    """Weights, all in seconds or dimensionless; one setting for every cluster.
+    """Weights; one setting for every cluster.
 
     start_slack_s: a replica with less prefill work than this can start one more, so that its next
-    step is full when the grant arrives. crowding_s: cost of a full pool. age_weight: head start
-    per second waited. affinity_weight: how often a hit counts when weighing a busy replica.
-    hold_after_s: who has waited longer gets a replica held for it.
+    step is full when the grant arrives. duplicate_weight: of prefill that a cache elsewhere would
+    save. crowding_s: cost of a full pool. scarcity_weight: of the request's share of the pool
+    times its duration, once the pool is fuller than scarcity_from. age_weight: of the head start,
+    seconds waited to the power age_power. affinity_weight: how often a hit counts when weighing a
+    busy replica. hold_after_s, hold_after_waits: who has waited longer than the first plus so
+    many times the recent mean wait gets a replica held.
     """
 
     start_slack_s: float = 0.0
-    crowding_s: float = 0.5
-    age_weight: float = 0.3
-    affinity_weight: float = 4.0
-    hold_after_s: float = 20.0
+    duplicate_weight: float = 1.0
+    crowding_s: float = 0.6
+    scarcity_weight: float = 2.6
+    scarcity_from: float = 0.75
+    age_weight: float = 0.035
+    age_power: float = 1.5
+    affinity_weight: float = 1.6
+    hold_after_s: float = 15.0
+    hold_after_waits: float = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A request that was passed over for long, the slot held for it, and when its blocks fit."""
+
+    row: int
+    slot: int
+    fits_at: float
 
 
 @dataclass(slots=True)
@@ -86,8 +109,8 @@ class LateBinding:
             prefill=request.uncached_tokens() * token_ms,
             load=load,
             queue=1e3 * replicas.backlog_s(now),
-            batch=1e3 * self.config.crowding_s * _pinned_share(replicas),
-            affinity=np.maximum(best_hit - hits, 0.0) * token_ms,
+            batch=1e3 * self.config.crowding_s * fullness(replicas),
+            affinity=self.config.duplicate_weight * np.maximum(best_hit - hits, 0.0) * token_ms,
         )
 
     def can_start(self, replicas: ReplicaColumns, now: float) -> BoolArray:
@@ -97,30 +120,61 @@ class LateBinding:
         return idle & replicas.open[:count] & (replicas.active < replicas.max_active)[:count]
 
     def choose(
-        self, queue: FairQueue, replicas: ReplicaColumns, now: float
+        self, queue: FairQueue, replicas: ReplicaColumns, now: float, releases: Releases
     ) -> tuple[int, int] | None:
-        """The (row of the queue, slot) to bind now, if any."""
+        """The (row of the queue, slot) to bind now, if any. releases: (end, blocks) by slot."""
         startable = self.can_start(replicas, now)
         slots = np.flatnonzero(startable)
         if len(slots) == 0 or len(queue) == 0:
             return None
+        hold = self._find_hold(queue, replicas, now, releases)
+        if (
+            hold is not None
+            and startable[hold.slot]
+            and queue.needs[hold.row] <= replicas.available[hold.slot]
+        ):
+            return hold.row, hold.slot
         turn = queue.in_turn()
-        pair = self._choose_among(queue, replicas, slots, turn, now)
+        pair = self._choose_among(queue, replicas, slots, turn, now, hold)
         if pair is None and turn is not None:  # rather another tenant's request than an idle slot
-            pair = self._choose_among(queue, replicas, slots, None, now)
+            pair = self._choose_among(queue, replicas, slots, None, now, hold)
         return pair
+
+    def _find_hold(
+        self, queue: FairQueue, replicas: ReplicaColumns, now: float, releases: Releases
+    ) -> Hold | None:
+        config = self.config
+        patience = config.hold_after_s + config.hold_after_waits * queue.mean_wait_s
+        since = np.where(queue.waiting, queue.since, np.inf)
+        row = int(since.argmin())
+        if now - float(since[row]) <= patience:
+            return None
+        count = replicas.num_slots
+        best: Hold | None = None
+        for slot in np.flatnonzero(replicas.open[:count] & ~queue.barred[row, :count]).tolist():
+            missing = int(queue.needs[row] - replicas.available[slot])
+            wait = wait_for_blocks_s(missing, releases(slot), now) if missing > 0 else 0.0
+            if wait is None:
+                continue
+            fits_at = max(now + wait, float(replicas.work_end[slot]))
+            if best is None or fits_at < best.fits_at:
+                best = Hold(row, slot, fits_at)
+        return best
 
     def _choose_among(
         self,
         queue: FairQueue,
         replicas: ReplicaColumns,
-        slots: np.ndarray,
+        slots: IntArray,
         turn: BoolArray | None,
         now: float,
+        hold: Hold | None,
     ) -> tuple[int, int] | None:
         rows = np.flatnonzero(queue.waiting if turn is None else turn)
         fits = queue.needs[rows, None] <= replicas.available[slots]
-        fits &= ~queue.barred[np.ix_(rows, slots)]
+        fits &= ~queue.barred[rows[:, None], slots]
+        if hold is not None:
+            fits[:, slots == hold.slot] &= (now + queue.durations[rows] <= hold.fits_at)[:, None]
         if not fits.any():
             return None
         costs = self._pair_costs_s(queue, replicas, rows, slots, now)
@@ -134,38 +188,41 @@ class LateBinding:
         self,
         queue: FairQueue,
         replicas: ReplicaColumns,
-        rows: np.ndarray,
-        slots: np.ndarray,
+        rows: IntArray,
+        slots: IntArray,
         now: float,
     ) -> FloatArray:
         """Seconds per (row, slot); inf where a busy replica would be better."""
         config, count = self.config, replicas.num_slots
+        is_open, token_s = replicas.open[:count], replicas.token_s[:count]
         tokens = queue.tokens[rows, None]
-        hits = np.minimum(queue.hits[rows, :count], tokens - 1.0)
-        token_s = replicas.token_s[:count]
-        here = hits[:, slots]
-        open_hits = np.where(replicas.open[:count], hits, 0.0)
-        prefill = (tokens - here) * token_s[slots]
-        lost = np.maximum(open_hits.max(axis=1, keepdims=True) - here, 0.0) * token_s[slots]
-        crowding = config.crowding_s * _pinned_share(replicas)[slots]
+        on_device = queue.hits[rows, :count]
+        on_host = queue.host_hits[rows, :count]
+        hits = np.minimum(on_device + on_host, tokens - 1.0)
+        here, token_here_s = hits[:, slots], token_s[slots]
+        best_hit = np.where(is_open, hits, 0.0).max(axis=1, keepdims=True)
+        full = fullness(replicas)[slots]
+        scarce = np.maximum(full - config.scarcity_from, 0.0) / (1.0 - config.scarcity_from)
+        share = queue.needs[rows, None] / np.maximum(replicas.total[slots], 1)
         waited = now - queue.since[rows, None]
-        costs = prefill + lost + crowding - config.age_weight * waited
-        sooner = self._served_sooner(replicas, tokens, hits, now) < (
-            (tokens - config.affinity_weight * here) * token_s[slots]
+        head_start = np.maximum(waited, 0.0) ** config.age_power + np.minimum(waited, 0.0)
+        costs = (
+            (tokens - here) * token_here_s
+            + on_host[:, slots] * replicas.load_token_s[slots]
+            + config.duplicate_weight * (best_hit - here) * token_here_s
+            + config.crowding_s * full
+            + config.scarcity_weight * scarce * share * queue.durations[rows, None]
+            - config.age_weight * head_start
         )
-        return np.where(sooner, np.inf, costs)
-
-    def _served_sooner(
-        self, replicas: ReplicaColumns, tokens: FloatArray, hits: FloatArray, now: float
-    ) -> FloatArray:
-        """When the best replica that is busy now would be done, its hits counted over."""
-        count = replicas.num_slots
-        weighted = (tokens - self.config.affinity_weight * hits) * replicas.token_s[:count]
-        done = replicas.backlog_s(now) + weighted
-        busy = replicas.open[:count] & (replicas.work_end[:count] > now)
-        return np.where(busy, done, np.inf).min(axis=1, keepdims=True)
+        weighted = (tokens - config.affinity_weight * hits) * token_s
+        busy = is_open & (replicas.work_end[:count] > now + config.start_slack_s)
+        busy_done = np.where(busy, replicas.backlog_s(now) + weighted, np.inf)
+        soonest = busy_done.min(axis=1, keepdims=True)
+        return np.where(soonest < weighted[:, slots], np.inf, costs)
 
 
-def _pinned_share(replicas: ReplicaColumns) -> FloatArray:
+def fullness(replicas: ReplicaColumns) -> FloatArray:
+    """Share of each pool that running requests and leases hold, by slot."""
     count = replicas.num_slots
-    return replicas.pinned[:count] / np.maximum(replicas.total[:count], 1)
+    available = np.maximum(replicas.available[:count], 0)
+    return 1.0 - available / np.maximum(replicas.total[:count], 1)

@@ -130,6 +130,7 @@ class ModelPool:
             waiting, slot = self.queue.at(pair[0]), pair[1]
             hit = self.queue.hits[waiting.row, slot] + self.queue.host_hits[waiting.row, slot]
             self.withdraw(waiting)
+            self.queue.learn_wait(now - waiting.since)
             grants.append(self._grant(waiting.request, waiting.need, slot, float(hit), now))
         self._watch_unwatched()
         return grants
@@ -282,7 +283,7 @@ class ModelPool:
         total = max(1, int(columns.total[: columns.num_slots].sum()))
         return max(
             request.num_tokens / self._prefill_rate(),
-            self._block_seconds(request, need) / total,
+            need.num_blocks * self._duration_s(request, need) / total,
         )
 
     def _prefill_rate(self) -> float:
@@ -306,12 +307,12 @@ class ModelPool:
             return need
         return Need(most, need.growth_tokens, need.expected_output_tokens)
 
-    def _block_seconds(self, request: ReserveRequest, need: Need) -> float:
+    def _duration_s(self, request: ReserveRequest, need: Need) -> float:
+        """How long it will hold its blocks."""
         columns, num_slots = self.pool.columns, self.pool.columns.num_slots
         step_s = float(columns.decode_step_s[:num_slots].max(initial=0.0))
         token_s = float(columns.token_s[:num_slots].max(initial=0.0))
-        seconds = request.num_tokens * token_s + need.expected_output_tokens * step_s
-        return need.num_blocks * seconds
+        return request.num_tokens * token_s + need.expected_output_tokens * step_s
 
     def _routed(self, request: ReserveRequest, need: Need) -> RoutedRequest:
         columns = self.pool.columns
@@ -367,7 +368,7 @@ class ModelPool:
             now,
             None if request.deadline_s is None else now + request.deadline_s,
             _PRIORITY_S * level,
-            self._block_seconds(request, need),
+            self._duration_s(request, need),
             self._excluded_mask(request),
         )
         row = self.queue.add(waiting, self.pool.columns.num_slots)
@@ -387,9 +388,15 @@ class ModelPool:
         everyone = sum(1 << slot for slot in self.pool.by_slot)
         return 0 if mask == everyone else mask  # rather one that failed than none
 
+    def _releases(self, slot: int) -> list[tuple[float, int]]:
+        """When which blocks of a replica are expected back."""
+        return [
+            (record.expected_end, record.num_blocks) for record in self.pool.leases.of_slot(slot)
+        ]
+
     def _choose(self, now: float) -> tuple[int, int] | None:
         if isinstance(self.policy, LateBinding):
-            return self.policy.choose(self.queue, self.pool.columns, now)
+            return self.policy.choose(self.queue, self.pool.columns, now, self._releases)
         # A policy that binds on arrival only queues what fits nowhere: oldest first.
         for waiting in self.queue:
             routed = self._routed(waiting.request, waiting.need)
@@ -484,11 +491,7 @@ class ModelPool:
         explained: list[ReplicaExplanation] = []
         for slot, view in sorted(self.pool.by_slot.items()):
             missing = routed.num_blocks - view.available_blocks
-            releases = [
-                (record.expected_end, record.num_blocks)
-                for record in self.pool.leases.of_slot(slot)
-            ]
-            blocks_s = wait_for_blocks_s(missing, releases, now)
+            blocks_s = wait_for_blocks_s(missing, self._releases(slot), now)
             blocks_ms = 1e3 * (self.admission.max_retry_after_s if blocks_s is None else blocks_s)
             explained.append(
                 ReplicaExplanation(
