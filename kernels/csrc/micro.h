@@ -74,12 +74,12 @@ static void panel_product(const float* a, const uint32_t* panel, long k, float* 
   Vec sums[ROWS][2];
   load_sums<ROWS, 2>(sums, c, ldc, accumulate);
   for (long i = 0; i < k; i += 2) {
-    Vec even[2], odd[2];
-    load_pair(panel, &even[0], &odd[0]);
-    load_pair(panel + kWidth, &even[1], &odd[1]);
+    const float* words = (const float*)panel;
     prefetch((const char*)panel + kPrefetchBytes);
     if (kPanel * sizeof(uint32_t) > 64) prefetch((const char*)panel + kPrefetchBytes + 64);
+    Vec even[2] = {even_of(load(words)), even_of(load(words + kWidth))};
     multiply_add<ROWS, 2>(sums, a, even);
+    Vec odd[2] = {odd_of(load(words)), odd_of(load(words + kWidth))};
     multiply_add<ROWS, 2>(sums, a + ROWS, odd);
     a += 2 * ROWS;
     panel += kPanel;

@@ -14,6 +14,7 @@
 #endif
 
 #define PF_INLINE static inline __attribute__((always_inline))
+#define PF_INLINE_MEMBER inline __attribute__((always_inline))
 
 namespace pagefleet {
 namespace PF_ISA {
@@ -47,6 +48,8 @@ PF_INLINE void from_float(float value, bf16* out) {
 }
 
 PF_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
+// Into the second level only: it has room for more misses at once than the first.
+PF_INLINE void prefetch_l2(const void* address) { __builtin_prefetch(address, 0, 2); }
 
 PF_INLINE long min_of(long a, long b) { return a < b ? a : b; }
 PF_INLINE long max_of(long a, long b) { return a > b ? a : b; }
@@ -105,13 +108,6 @@ PF_INLINE Vec load(const int8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
 
-// A lane holds two bfloat16: the lower half is the even element, the upper half the odd one.
-PF_INLINE void load_pair(const uint32_t* p, Vec* even, Vec* odd) {
-  __m512i words = _mm512_loadu_si512(p);
-  *even = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
-  *odd = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32((int)0xffff0000u)));
-}
-
 PF_INLINE Vec scale_by_power(Vec a, Vec n) { return _mm512_scalef_ps(a, n); }
 PF_INLINE Vec round_to_int(Vec a) {
   return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -149,6 +145,37 @@ PF_INLINE void transpose(Vec r[kWidth]) {
     r[i + 4] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0x88);
     r[i + 12] = _mm512_shuffle_f32x4(t[i + 4], t[i + 12], 0xdd);
   }
+}
+
+// quad[c] = column c of kWidth rows of four 32-bit words, `stride` words apart. Whole lanes are put
+// in place by loads, so that only half of a full transpose's shuffles remain.
+PF_INLINE void load_turned(const float* rows, long stride, Vec quad[4]) {
+  Vec x[4];
+#pragma GCC unroll 4
+  for (int a = 0; a < 4; a++) {
+    const float* row = rows + a * stride;
+    Vec v = _mm512_castps128_ps512(_mm_loadu_ps(row));
+    v = _mm512_mask_broadcast_f32x4(v, 0x00f0, _mm_loadu_ps(row + 4 * stride));
+    v = _mm512_mask_broadcast_f32x4(v, 0x0f00, _mm_loadu_ps(row + 8 * stride));
+    x[a] = _mm512_mask_broadcast_f32x4(v, 0xf000, _mm_loadu_ps(row + 12 * stride));
+  }
+  __m512d low0 = _mm512_castps_pd(_mm512_unpacklo_ps(x[0], x[1]));
+  __m512d high0 = _mm512_castps_pd(_mm512_unpackhi_ps(x[0], x[1]));
+  __m512d low1 = _mm512_castps_pd(_mm512_unpacklo_ps(x[2], x[3]));
+  __m512d high1 = _mm512_castps_pd(_mm512_unpackhi_ps(x[2], x[3]));
+  quad[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(low0, low1));
+  quad[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low0, low1));
+  quad[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(high0, high1));
+  quad[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(high0, high1));
+}
+
+// A lane holds two bfloat16: the lower half is the even element, the upper half the odd one.
+PF_INLINE Vec even_of(Vec pairs) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs), 16));
+}
+PF_INLINE Vec odd_of(Vec pairs) {
+  return _mm512_castsi512_ps(
+      _mm512_and_si512(_mm512_castps_si512(pairs), _mm512_set1_epi32((int)0xffff0000u)));
 }
 
 #elif defined(__AVX2__)
@@ -217,12 +244,6 @@ PF_INLINE Vec load(const int8_t* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
 
-PF_INLINE void load_pair(const uint32_t* p, Vec* even, Vec* odd) {
-  __m256i words = _mm256_loadu_si256((const __m256i*)p);
-  *even = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
-  *odd = _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32((int)0xffff0000u)));
-}
-
 PF_INLINE Vec scale_by_power(Vec a, Vec n) {
   __m256i shift = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
   return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), shift));
@@ -252,6 +273,32 @@ PF_INLINE void transpose(Vec r[kWidth]) {
   }
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) r[i] = t[i];
+}
+
+PF_INLINE void load_turned(const float* rows, long stride, Vec quad[4]) {
+  Vec x[4];
+#pragma GCC unroll 4
+  for (int a = 0; a < 4; a++) {
+    const float* row = rows + a * stride;
+    x[a] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(row)),
+                                _mm_loadu_ps(row + 4 * stride), 1);
+  }
+  __m256d low0 = _mm256_castps_pd(_mm256_unpacklo_ps(x[0], x[1]));
+  __m256d high0 = _mm256_castps_pd(_mm256_unpackhi_ps(x[0], x[1]));
+  __m256d low1 = _mm256_castps_pd(_mm256_unpacklo_ps(x[2], x[3]));
+  __m256d high1 = _mm256_castps_pd(_mm256_unpackhi_ps(x[2], x[3]));
+  quad[0] = _mm256_castpd_ps(_mm256_unpacklo_pd(low0, low1));
+  quad[1] = _mm256_castpd_ps(_mm256_unpackhi_pd(low0, low1));
+  quad[2] = _mm256_castpd_ps(_mm256_unpacklo_pd(high0, high1));
+  quad[3] = _mm256_castpd_ps(_mm256_unpackhi_pd(high0, high1));
+}
+
+PF_INLINE Vec even_of(Vec pairs) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pairs), 16));
+}
+PF_INLINE Vec odd_of(Vec pairs) {
+  return _mm256_castsi256_ps(
+      _mm256_and_si256(_mm256_castps_si256(pairs), _mm256_set1_epi32((int)0xffff0000u)));
 }
 
 #else  // any CPU: the compiler turns its vector extension into what there is
@@ -303,13 +350,6 @@ PF_INLINE Vec keep_first(Vec a, long n, Vec fill) {
   return a;
 }
 
-PF_INLINE void load_pair(const uint32_t* p, Vec* even, Vec* odd) {
-  for (int i = 0; i < kWidth; i++) {
-    (*even)[i] = bits_to_float(p[i] << 16);
-    (*odd)[i] = bits_to_float(p[i] & 0xffff0000u);
-  }
-}
-
 PF_INLINE Vec scale_by_power(Vec a, Vec n) {
   for (int i = 0; i < kWidth; i++) {
     a[i] = bits_to_float(float_to_bits(a[i]) + ((uint32_t)(int32_t)n[i] << 23));
@@ -328,6 +368,21 @@ PF_INLINE void transpose(Vec r[kWidth]) {
   for (int i = 0; i < kWidth; i++) {
     for (int j = 0; j < kWidth; j++) r[i][j] = t[j][i];
   }
+}
+
+PF_INLINE void load_turned(const float* rows, long stride, Vec quad[4]) {
+  for (int i = 0; i < kWidth; i++) {
+    for (int c = 0; c < 4; c++) quad[c][i] = rows[i * stride + c];
+  }
+}
+
+PF_INLINE Vec even_of(Vec pairs) {
+  for (int i = 0; i < kWidth; i++) pairs[i] = bits_to_float(float_to_bits(pairs[i]) << 16);
+  return pairs;
+}
+PF_INLINE Vec odd_of(Vec pairs) {
+  for (int i = 0; i < kWidth; i++) pairs[i] = bits_to_float(float_to_bits(pairs[i]) & 0xffff0000u);
+  return pairs;
 }
 
 #endif
