@@ -22,13 +22,17 @@ EOS = 2
 
 
 class FakeExecutor:
-    """Answers every sample with TOKEN. `hold` keeps steps from ending, `fail_with` breaks one."""
+    """Answers every sample with TOKEN. `hold` keeps steps from ending, `fail_with` breaks one.
+
+    Copies between the tiers end one look later if `ends_copies`, else when the test says so.
+    """
 
     def __init__(self, on_step: Callable[[SchedulerOutput], None] | None = None) -> None:
         self.outputs: list[SchedulerOutput] = []
         self.fail_with: Exception | None = None
         self.is_shut_down = False
         self.ended_copies: list[CopyDone] = []
+        self.ends_copies = True
         self._on_step = on_step
         self._state = threading.Condition()
         self._num_started = 0
@@ -47,7 +51,10 @@ class FakeExecutor:
         if self._on_step is not None:
             self._on_step(output)
         tokens = np.full(len(output.sample_rows), TOKEN, dtype=np.int32)
-        return ModelRunnerOutput(output.step, tokens, elapsed_s=0.001)
+        done = self.poll_copies()
+        if self.ends_copies:
+            self.ended_copies += [CopyDone(job.job_id) for job in output.copy_jobs]
+        return ModelRunnerOutput(output.step, tokens, copies_done=done, elapsed_s=0.001)
 
     def poll_copies(self) -> tuple[CopyDone, ...]:
         done, self.ended_copies = tuple(self.ended_copies), []
@@ -134,7 +141,8 @@ def assert_at_rest(scheduler: Scheduler) -> None:
     """No request, no sequence, every block clean or cached-idle, and the books agree."""
     scheduler.check_integrity()
     stats = scheduler.stats()
-    assert (stats.device.referenced, stats.device.fenced) == (0, 0), stats.device
+    for tier in (stats.device, stats.host):
+        assert (tier.referenced, tier.fenced) == (0, 0), tier
     assert (stats.num_waiting, stats.num_running, stats.leases) == (0, 0, ())
     assert not scheduler.has_unfinished()
     assert not scheduler._requests
