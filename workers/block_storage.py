@@ -8,6 +8,7 @@ head_dim], so a block is one contiguous piece over all layers.
 
 import queue
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
@@ -172,8 +173,9 @@ class ThreadCopier:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             source, target = self._pools[job.kind]
+            started = time.perf_counter()
             block_copy.copy_bytes(source, job.sources, target, job.targets)
-            self._done.put(CopyDone(job.job_id))
+            self._done.put(CopyDone(job.job_id, elapsed_s=time.perf_counter() - started))
 
 
 class CudaCopier:
@@ -190,7 +192,7 @@ class CudaCopier:
         }
         self._device = pool.device
         self._streams = {kind: torch.cuda.Stream(pool.device) for kind in CopyKind}
-        self._running: dict[CopyKind, deque[tuple[CopyJob, torch.cuda.Event]]] = {
+        self._running: dict[CopyKind, deque[tuple[CopyJob, torch.cuda.Event, torch.cuda.Event]]] = {
             kind: deque() for kind in CopyKind
         }
 
@@ -198,17 +200,19 @@ class CudaCopier:
         stream = self._streams[job.kind]
         source, target = self._pools[job.kind]
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        ended = torch.cuda.Event()
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(stream):
+            began.record(stream)
             block_copy.copy_blocks(source, job.sources, target, job.targets)
             ended.record(stream)
-        self._running[job.kind].append((job, ended))
+        self._running[job.kind].append((job, began, ended))
 
     def poll(self) -> tuple[CopyDone, ...]:
         done: list[CopyDone] = []
         for running in self._running.values():
-            while running and running[0][1].query():
-                done.append(CopyDone(running.popleft()[0].job_id))
+            while running and running[0][2].query():
+                job, began, ended = running.popleft()
+                done.append(CopyDone(job.job_id, elapsed_s=began.elapsed_time(ended) / 1e3))
         return tuple(done)
 
     def close(self) -> None:

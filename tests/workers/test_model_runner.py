@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pagefleet.cluster import default_model
 from pagefleet.protos.messages import FinishReason, SamplingParams
+from pagefleet.scheduler.config import PreemptionMode
 from pagefleet.workers.model_runner import ModelRunner
 
 NEAR_TIE = 1e-4
@@ -90,13 +91,14 @@ def num_preemptions(answers: list[Answer]) -> int:
         {"prefill_chunk": 7},
         {"num_blocks": 40},
         {"num_blocks": 40, "prefill_chunk": 16, "enable_prefix_caching": False},
+        {"num_blocks": 40, "num_host_blocks": 60, "preemption_mode": PreemptionMode.SWAP},
     ],
     ids=str,
 )
 def test_a_batch_says_what_transformers_says(
     llama: Path, kernels: str, how: dict[str, object]
 ) -> None:
-    runner = load_runner(llama, num_blocks=256)
+    runner = load_runner(llama, num_blocks=256, host_memory=2**20)
     prompts = mixed_prompts(131)
     answers = serve_all(runner, prompts, replace(GREEDY, max_tokens=40), **how)
     if "num_blocks" in how:
@@ -178,10 +180,16 @@ def check_256_tokens(
 def test_sampling_repeats_after_preemption_in_any_batch_and_chunk(
     llama: Path, kernels: str
 ) -> None:
-    runner = load_runner(llama, num_blocks=256, deterministic=True)
+    runner = load_runner(llama, num_blocks=256, host_memory=2**20, deterministic=True)
     prompts = mixed_prompts(131, count=8)
     alone = [serve_all(runner, [prompt], SAMPLED)[0] for prompt in prompts]
-    for how in ({}, {"num_blocks": 24}, {"prefill_chunk": 5, "num_blocks": 24}):
+    swap = {"num_host_blocks": 60, "preemption_mode": PreemptionMode.SWAP}
+    for how in (
+        {},
+        {"num_blocks": 24},
+        {"num_blocks": 24, "prefill_chunk": 5},
+        {"num_blocks": 24, **swap},
+    ):
         answers = serve_all(runner, prompts, SAMPLED, **how)
         assert (num_preemptions(answers) > 0) == ("num_blocks" in how)
         for single, together in zip(alone, answers, strict=True):
