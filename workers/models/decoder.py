@@ -137,6 +137,7 @@ class Decoder:
         self._group = group or SingleRank()
         self._vocabulary = vocabulary
         self._scale = 1.0 / math.sqrt(config.head_dim)
+        self._heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         table = cos_sin_table(config.rope, config.head_dim, max_context)
         self._cos_sin = table.to(weights.final_norm.device)
 
@@ -205,8 +206,6 @@ class Decoder:
         self, x: Tensor, layer: LayerWeights, kv_layer: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         """Project x [T, hidden_size]; K and V go to the cache → q [T, num_heads, head_dim]."""
-        config, backend = self.config, self.backend
-        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        fused = backend.linear(x, layer.qkv).view(x.shape[0], sum(heads), config.head_dim)
-        q, k, v = fused.split(heads, dim=1)
-        return backend.rope_and_cache(q, k, v, self._cos_sin, kv_layer, metadata)
+        fused = self.backend.linear(x, layer.qkv).view(x.shape[0], -1, self.config.head_dim)
+        q, k, v = torch.split_with_sizes(fused, self._heads, dim=1)
+        return self.backend.rope_and_cache(q, k, v, self._cos_sin, kv_layer, metadata)
