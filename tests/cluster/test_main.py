@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
 from pagefleet.cluster import default_model
 from pagefleet.cluster.main import app
-from typer.testing import CliRunner
 
 PLAN_8B = ["plan", "--layers", "32", "--kv-heads", "8", "--head-dim", "128"]
 
