@@ -73,13 +73,18 @@ class Exhaustion:
         self._books.counters.rows_held += len(held)
         return rows[~np.isin(rows, held)]
 
-    def choose_victim(self, num_needed: int) -> Sequence | None:
-        """The first of the sequences that must go for so many blocks; None if nobody may be."""
+    def choose_victim(self, num_needed: int, must_have_progressed: bool = False) -> Sequence | None:
+        """The first of the sequences that must go for so many blocks; None if nobody may be.
+
+        must_have_progressed: choose only among those that have a new token since they entered.
+        """
+        batch = self._batch
         candidates = [
             self._candidate(row)
-            for row in self._batch.rows()
-            if not self._batch.is_loading[row]
-            and not self._batch.sequence(row).request.is_guaranteed
+            for row in batch.rows()
+            if not batch.is_loading[row]
+            and not batch.sequence(row).request.is_guaranteed
+            and (not must_have_progressed or self._has_progressed(row))
         ]
         if not candidates:
             return None
@@ -147,6 +152,9 @@ class Exhaustion:
 
     def _is_full(self, row: int) -> bool:
         return bool(self._batch.num_computed[row] >= self._batch.capacity[row])
+
+    def _has_progressed(self, row: int) -> bool:
+        return self._batch.num_known(row) > len(self._batch.sequence(row).token_ids)
 
     def _candidate(self, row: int) -> Candidate:
         sequence = self._batch.sequence(row)

@@ -62,7 +62,8 @@ class HostTier:
         self._device = device
         self._host = host
         self._costs = costs
-        self._write_back_blocks = config.write_back_blocks if host.num_blocks else 0
+        # No more than half of the host, or what is kept ahead would drive itself out.
+        self._write_back_blocks = min(config.write_back_blocks, host.num_blocks // 2)
         self._jobs: dict[int, _OpenJob] = {}
         self._storing: dict[int, _OpenJob] = {}  # by content id
         self._loading: dict[int, tuple[int, _OpenJob]] = {}  # content id → device block, job

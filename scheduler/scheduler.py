@@ -135,7 +135,9 @@ class Scheduler:
         self._drill(plan)
         self._plan_decodes(plan, now)
         self._plan_prefills(plan)
-        if not plan.has_preempted and self._queue:
+        # Who was just preempted shall not come back at the others' cost; if there are no others,
+        # nothing else would ever run.
+        if self._queue and (not plan.has_preempted or not self._batch):
             self._admission.admit(plan, now)
         self._books.tier.write_back()
         plan.copy_jobs = self._books.tier.take_jobs()
@@ -167,7 +169,7 @@ class Scheduler:
             self._release_held(request)
         for sequence_id in record.prefill_only:
             sequence = self._sequences.get(sequence_id)
-            if sequence is not None and sequence.row is not None:
+            if sequence is not None:
                 self._finish(sequence, FinishReason.LENGTH, now)
 
     def copies_done(self, done: tuple[CopyDone, ...]) -> None:
@@ -212,9 +214,9 @@ class Scheduler:
         return num_dropped
 
     def force_preemption(self) -> bool:
-        """Preempt whoever would be first, though there is room: for drills and tests, between
-        steps. False: nobody may be preempted."""
-        victim = self._exhaustion.choose_victim(1)
+        """Preempt whoever would be first, though there is room: for drills and tests. False:
+        there is nobody. Who has said nothing since it came in is spared, or it never would."""
+        victim = self._exhaustion.choose_victim(1, must_have_progressed=True)
         if victim is not None:
             self.preempt(victim)
         return victim is not None
