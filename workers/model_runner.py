@@ -39,6 +39,7 @@ from .rendezvous import RankGroups, RankSpec, Transport, connect, single_rank
 from .sampler import Sampler, token_logprobs
 from .shard_plan import ShardError, ShardPlan
 from .sharded_source import ShardedSource, local_config, plan_shards
+from .wanted_rows import PromptReport, WantedRows, prompt_reports
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +225,8 @@ class ModelRunner:
 
     def _compute(self, output: SchedulerOutput, started: float) -> ModelRunnerOutput:
         step = self.batch.prepare(output)
-        reports = self._prompt_reports(output)
-        wanted = _WantedRows.of(output, reports)
+        reports = prompt_reports(output, self.batch)
+        wanted = WantedRows.of(output, reports)
         rows = None
         if not wanted.is_everything(len(step.token_ids)):
             rows = torch.from_numpy(wanted.rows).to(self._device)
@@ -243,7 +244,7 @@ class ModelRunner:
         )
 
     def _sample(
-        self, output: SchedulerOutput, hidden: Tensor, wanted: "_WantedRows"
+        self, output: SchedulerOutput, hidden: Tensor, wanted: WantedRows
     ) -> tuple[Int32Array, dict[int, TokenLogprobs], tuple[int, ...]]:
         """Choose a token for each of `sample_rows` and append it there."""
         rows = output.sample_rows
@@ -259,24 +260,8 @@ class ModelRunner:
         failed_rows = tuple(int(rows[entry]) for entry in samples.failed)
         return samples.token_ids, samples.logprobs, failed_rows
 
-    def _prompt_reports(self, output: SchedulerOutput) -> "list[_PromptReport]":
-        """Which of the step's tokens predict prompt tokens whose log-probability was asked for."""
-        asked = self.batch.sampling.num_prompt_logprobs
-        if not asked:
-            return []
-        reports: list[_PromptReport] = []
-        columns = (output.rows, output.num_scheduled_tokens, output.num_computed_tokens)
-        begin = 0
-        for row, count, first in zip(*(column.tolist() for column in columns), strict=True):
-            num_prompt = int(self.batch.num_prompt_tokens[row])
-            if row in asked and first < num_prompt:
-                length = min(first + count, num_prompt - 1) - first
-                reports.append(_PromptReport(row, first, begin, length, asked[row]))
-            begin += count
-        return reports
-
     def _prompt_logprobs(
-        self, reports: "list[_PromptReport]", hidden: Tensor
+        self, reports: list[PromptReport], hidden: Tensor
     ) -> dict[int, tuple[TokenLogprobs | None, ...]]:
         """Entries for prompt positions first+1 .. first+length of each report, in chunks, so that
         tokens x vocabulary never stands in memory; position 0 has no context: None."""
@@ -298,50 +283,6 @@ class ModelRunner:
             begin += report.length
             found[report.row] = tuple(entries)
         return found
-
-
-@dataclass(frozen=True, slots=True)
-class _PromptReport:
-    """Tokens begin .. begin+length-1 of the step, at positions first .. of `row`'s prompt,
-    predict prompt tokens whose num_best best are to be reported."""
-
-    row: int
-    first: int
-    begin: int
-    length: int
-    num_best: int
-
-
-@dataclass(frozen=True, slots=True)
-class _WantedRows:
-    """The step's tokens whose hidden state is needed.
-
-    rows: int64, `num_sampled` different ones to sample from, then those of prompt reports.
-    expand: int64 [num_samples], which of the first each sample reads, where siblings share one.
-    """
-
-    rows: np.ndarray[tuple[int], np.dtype[np.int64]]
-    num_sampled: int
-    expand: np.ndarray[tuple[int], np.dtype[np.int64]] | None
-
-    @classmethod
-    def of(cls, output: SchedulerOutput, reports: list[_PromptReport]) -> "_WantedRows":
-        """The rows of one step."""
-        last = output.num_scheduled_tokens.cumsum(dtype=np.int64) - 1
-        sampled = last[output.sample_entries]
-        expand = None
-        if len(sampled) > 1 and not (sampled[1:] > sampled[:-1]).all():
-            sampled, expand = np.unique(sampled, return_inverse=True)
-        num_sampled = len(sampled)
-        if reports:
-            ranges = [np.arange(r.begin, r.begin + r.length) for r in reports]
-            sampled = np.concatenate([sampled, *ranges])
-        return cls(sampled, num_sampled, expand)
-
-    def is_everything(self, num_tokens: int) -> bool:
-        """Every token of the step, in order: nothing to select. Sampled rows ascend, so their
-        number tells."""
-        return self.num_sampled == num_tokens == len(self.rows)
 
 
 def _one_row_step(first: int, count: int, new_rows: tuple[NewRow, ...]) -> SchedulerOutput:
