@@ -35,19 +35,21 @@ class LateBindingConfig:
     step is full when the grant arrives. duplicate_weight: of prefill that a cache elsewhere would
     save. crowding_s: cost of a full pool. scarcity_weight: of the request's share of the pool
     times its duration, once the pool is fuller than scarcity_from. age_weight: of the head start,
-    seconds waited to the power age_power. affinity_weight: how often a hit counts when weighing a
-    busy replica. hold_after_s, hold_after_waits: who has waited longer than the first plus so
+    seconds waited to the power age_power. affinity_weight, affinity_full_weight: how often a hit
+    counts when weighing a busy replica, and how much more often where all pools are full: a second
+    copy of a prefix then drives out something else. hold_after_s, hold_after_waits: who has waited longer than the first plus so
     many times the recent mean wait gets a replica held.
     """
 
     start_slack_s: float = 0.0
     duplicate_weight: float = 1.0
     crowding_s: float = 0.6
-    scarcity_weight: float = 2.6
+    scarcity_weight: float = 1.3
     scarcity_from: float = 0.75
     age_weight: float = 0.035
     age_power: float = 1.5
-    affinity_weight: float = 1.6
+    affinity_weight: float = 1.4
+    affinity_full_weight: float = 1.5
     hold_after_s: float = 15.0
     hold_after_waits: float = 3.0
 
@@ -201,7 +203,8 @@ class LateBinding:
         hits = np.minimum(on_device + on_host, tokens - 1.0)
         here, token_here_s = hits[:, slots], token_s[slots]
         best_hit = np.where(is_open, hits, 0.0).max(axis=1, keepdims=True)
-        full = fullness(replicas)[slots]
+        all_full = fullness(replicas)
+        full = all_full[slots]
         scarce = np.maximum(full - config.scarcity_from, 0.0) / (1.0 - config.scarcity_from)
         share = queue.needs[rows, None] / np.maximum(replicas.total[slots], 1)
         waited = now - queue.since[rows, None]
@@ -214,7 +217,9 @@ class LateBinding:
             + config.scarcity_weight * scarce * share * queue.durations[rows, None]
             - config.age_weight * head_start
         )
-        weighted = (tokens - config.affinity_weight * hits) * token_s
+        mean_full = float(all_full[is_open].mean())
+        affinity = config.affinity_weight + config.affinity_full_weight * mean_full
+        weighted = (tokens - affinity * hits) * token_s
         busy = is_open & (replicas.work_end[:count] > now + config.start_slack_s)
         busy_done = np.where(busy, replicas.backlog_s(now) + weighted, np.inf)
         soonest = busy_done.min(axis=1, keepdims=True)
