@@ -18,6 +18,9 @@ PF_DECLARE(avx2)
 #ifdef PF_HAVE_avx512
 PF_DECLARE(avx512)
 #endif
+#ifdef PF_HAVE_avx512_bf16
+PF_DECLARE(avx512_bf16)
+#endif
 
 struct Candidate {
   const char* name;
@@ -25,19 +28,25 @@ struct Candidate {
   bool (*supported)();
 };
 
+#if defined(__x86_64__)
+static bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+static bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+static bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+#endif
+
 // Best first.
 static const Candidate candidates[] = {
+#ifdef PF_HAVE_avx512_bf16
+    {"avx512_bf16", &avx512_bf16::kernel_table, has_avx512_bf16},
+#endif
 #ifdef PF_HAVE_avx512
-    {"avx512", &avx512::kernel_table,
-     [] {
-       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-              __builtin_cpu_supports("fma");
-     }},
+    {"avx512", &avx512::kernel_table, has_avx512},
 #endif
 #ifdef PF_HAVE_avx2
-    {"avx2", &avx2::kernel_table,
-     [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
+    {"avx2", &avx2::kernel_table, has_avx2},
 #endif
     {"portable", &portable::kernel_table, [] { return true; }},
 };

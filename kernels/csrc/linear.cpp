@@ -145,6 +145,47 @@ struct Groups {
   int size(long g) const { return (int)(begin(g + 1) - begin(g)); }
 };
 
+// How a group's inputs are laid out for the kernel, and the kernel itself.
+template <typename T, typename W>
+struct Inputs {
+  static long words(long depth) { return depth; }
+
+  static void interleave(const T* x, int rows, long k, long depth, float* target) {
+    interleave_rows(x, k, rows, k, target);
+    for (long i = k * rows; i < depth * rows; i++) target[i] = 0;
+  }
+  static void multiply(int rows, const float* a, const W* panel, long depth, float* sums,
+                       bool accumulate) {
+    panel_product_for<W>(rows)(a, panel, depth, sums, kPanel, accumulate);
+  }
+};
+
+#if defined(__AVX512BF16__)
+// bfloat16 on both sides: products of pairs, with no conversion at all.
+template <>
+struct Inputs<bf16, uint32_t> {
+  static long words(long depth) { return depth / 2; }
+
+  static void interleave(const bf16* x, int rows, long k, long depth, float* target) {
+    if (k % 2 == 0) {
+      interleave_rows((const float*)x, k / 2, rows, k / 2, target);
+      return;
+    }
+    for (int m = 0; m < rows; m++) {
+      for (long i = 0; i < depth; i += 2) {
+        uint32_t high = i + 1 < k ? x[m * k + i + 1].bits : 0;
+        uint32_t word = high << 16 | x[m * k + i].bits;
+        memcpy(target + i / 2 * rows + m, &word, 4);
+      }
+    }
+  }
+  static void multiply(int rows, const float* a, const uint32_t* panel, long depth, float* sums,
+                       bool accumulate) {
+    panel_dot_for(rows)((const uint32_t*)a, panel, depth / 2, sums, kPanel, accumulate);
+  }
+};
+#endif
+
 template <typename T, typename W>
 struct Product {
   const LinearArgs& args;
@@ -160,14 +201,12 @@ struct Product {
 
   // Interleaving writes up to a vector past a group's end, hence the room between groups.
   float* inputs_of(const Groups& groups, long g) const {
-    return inputs + groups.begin(g) * depth + g * kWidth;
+    return inputs + groups.begin(g) * Inputs<T, W>::words(depth) + g * kWidth;
   }
 
   void interleave_group(const Groups& groups, long g) const {
-    int count = groups.size(g);
-    float* target = inputs_of(groups, g);
-    interleave_rows(x + groups.begin(g) * k, k, count, k, target);
-    for (long i = k * count; i < depth * count; i++) target[i] = 0;
+    Inputs<T, W>::interleave(x + groups.begin(g) * k, groups.size(g), k, depth,
+                             inputs_of(groups, g));
   }
 
   void write_rows(long first_row, long count, long panel, const float* sums) const {
@@ -203,9 +242,9 @@ struct Product {
       for (long g = group_begin; g < group_end; g++) {
         long row = groups.begin(g);
         int count = groups.size(g);
-        const float* a = inputs_of(groups, g) + from * count;
-        panel_product_for<W>(count)(a, weights + Layout<W>::offset(from), length,
-                                    sums + (row - first_row) * kPanel, kPanel, from > 0);
+        const float* a = inputs_of(groups, g) + Inputs<T, W>::words(from) * count;
+        Inputs<T, W>::multiply(count, a, weights + Layout<W>::offset(from), length,
+                               sums + (row - first_row) * kPanel, from > 0);
       }
     }
     write_rows(first_row, groups.begin(group_end) - first_row, panel, sums);

@@ -122,6 +122,43 @@ static PanelProduct<W> panel_product_for(int rows) {
   return kernels[rows - 1];
 }
 
+#if defined(__AVX512BF16__)
+
+// Both sides bfloat16, two elements of k to a word: a[k / 2][m] times panel[k / 2][0..kPanel).
+template <int ROWS>
+static void panel_dot(const uint32_t* a, const uint32_t* panel, long words, float* c, long ldc,
+                      bool accumulate) {
+  Vec sums[ROWS][2];
+  load_sums<ROWS, 2>(sums, c, ldc, accumulate);
+  for (long i = 0; i < words; i++) {
+    __m512bh left = (__m512bh)_mm512_loadu_si512(panel);
+    __m512bh right = (__m512bh)_mm512_loadu_si512(panel + kWidth);
+    prefetch((const char*)panel + kPrefetchBytes);
+    prefetch((const char*)panel + kPrefetchBytes + 64);
+#pragma GCC unroll 12
+    for (int m = 0; m < ROWS; m++) {
+      __m512bh value = (__m512bh)_mm512_set1_epi32((int)a[m]);
+      sums[m][0] = _mm512_dpbf16_ps(sums[m][0], left, value);
+      sums[m][1] = _mm512_dpbf16_ps(sums[m][1], right, value);
+    }
+    a += ROWS;
+    panel += kPanel;
+  }
+  store_sums<ROWS, 2>(sums, c, ldc);
+}
+
+using PanelDot = void (*)(const uint32_t*, const uint32_t*, long, float*, long, bool);
+
+static PanelDot panel_dot_for(int rows) {
+  static const PanelDot kernels[] = {
+      panel_dot<1>, panel_dot<2>, panel_dot<3>, panel_dot<4>,  panel_dot<5>,  panel_dot<6>,
+      panel_dot<7>, panel_dot<8>, panel_dot<9>, panel_dot<10>, panel_dot<11>, panel_dot<12>,
+  };
+  return kernels[rows - 1];
+}
+
+#endif
+
 // dst[i][0..rows) = src row 0..rows at column i, for `count` columns: rows become columns.
 // Whole vectors are stored in ascending order, so dst needs kWidth floats of room past its end.
 template <typename T>
