@@ -25,12 +25,14 @@ _REATTACH_TIMEOUT_S = 1.5  # inside the grace time of the leader
 _CANCEL_MEMORY_S = 10.0
 _MAX_MESSAGE_BYTES = 64 * 2**20
 
-# A frozen process keeps its sockets open: only unanswered pings show it.
+# A frozen process keeps its sockets open: only unanswered pings show it. Without its own limit a
+# ping may stay unanswered for a minute, whatever the keepalive's timeout says.
 _CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 4_000),
-    ("grpc.keepalive_timeout_ms", 4_000),
+    ("grpc.keepalive_timeout_ms", 8_000),
+    ("grpc.http2.ping_timeout_ms", 8_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.use_local_subchannel_pool", 1),
 )

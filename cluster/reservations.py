@@ -24,6 +24,7 @@ class _Waiter:
     """One request that asked and has no lease yet."""
 
     def __init__(self) -> None:
+        self.call: asyncio.Future[Lease | Ticket | Refused] | None = None  # the newest question
         self.answer: Lease | Refused | None = None
         self.wakeup = asyncio.Event()
 
@@ -82,7 +83,7 @@ class Reservations:
         waiter = self._waiters[key] = _Waiter()
         try:
             while True:
-                answer = await self._reserve(request, deadline)
+                answer = await self._reserve(waiter, request, deadline)
                 if isinstance(answer, Ticket):
                     answer = await self._wait(waiter)
                 if isinstance(answer, Lease):
@@ -90,7 +91,7 @@ class Reservations:
                 if answer is not None:
                     raise _error_of(answer)
         except asyncio.CancelledError:
-            self.release(*key)
+            self._spawn(self._give_back(waiter, request))
             raise
         finally:
             del self._waiters[key]
@@ -114,33 +115,26 @@ class Reservations:
         task.add_done_callback(self._tasks.discard)
 
     async def _reserve(
-        self, request: ReserveRequest, deadline: float | None
+        self, waiter: _Waiter, request: ReserveRequest, deadline: float | None
     ) -> Lease | Ticket | Refused:
         gives_up = self._clock() + self._patience_s
         while True:
             left = None if deadline is None else deadline - self._clock()
             if left is not None and left <= 0:
                 raise DeadlineExceeded("the deadline passed before a replica was found")
+            call = self._controller.reserve(replace(request, deadline_s=left))
+            waiter.call = asyncio.ensure_future(call)
             try:
-                return await self._reserve_once(replace(request, deadline_s=left))
+                return await asyncio.shield(waiter.call)
             except Unavailable:
                 if self._clock() >= gives_up:
                     raise
             await asyncio.sleep(_PAUSE_S)
 
-    async def _reserve_once(self, request: ReserveRequest) -> Lease | Ticket | Refused:
-        """Not interrupted by cancellation: a release sent meanwhile might overtake it."""
-        call = asyncio.ensure_future(self._controller.reserve(request))
-        try:
-            return await asyncio.shield(call)
-        except asyncio.CancelledError:
-            self._spawn(self._release_after(call, request))
-            raise
-
-    async def _release_after(
-        self, call: "asyncio.Future[Lease | Ticket | Refused]", request: ReserveRequest
-    ) -> None:
-        await call
+    async def _give_back(self, waiter: _Waiter, request: ReserveRequest) -> None:
+        """Not before the controller has decided: the release might overtake the question."""
+        if waiter.call is not None:
+            await asyncio.wait({waiter.call})
         await self._controller.release(request.request_key, request.attempt)
 
     async def _wait(self, waiter: _Waiter) -> Lease | Refused | None:

@@ -224,6 +224,8 @@ class FlakyPort:
         self._server: asyncio.Server | None = None
         self._pumps: set[asyncio.Task[None]] = set()
         self.refuses = False
+        self.flowing = asyncio.Event()  # cleared: bytes are taken and not passed on
+        self.flowing.set()
         self.num_connections = 0
 
     async def start(self, target: str) -> str:
@@ -254,14 +256,17 @@ class FlakyPort:
         inner_reader, inner_writer = await asyncio.open_connection(host, int(port))
         self._writers += [writer, inner_writer]
         for source, target in ((reader, inner_writer), (inner_reader, writer)):
-            task = asyncio.create_task(_pump(source, target))
+            task = asyncio.create_task(_pump(source, target, self.flowing))
             self._pumps.add(task)
             task.add_done_callback(self._pumps.discard)
 
 
-async def _pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+async def _pump(
+    source: asyncio.StreamReader, target: asyncio.StreamWriter, flowing: asyncio.Event
+) -> None:
     try:
         while data := await source.read(65536):
+            await flowing.wait()
             target.write(data)
             await target.drain()
     except ConnectionError:
