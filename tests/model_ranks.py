@@ -6,9 +6,11 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from model_driver import Answer, all_logits, serve
+from rank_programs import meet_at
 from torch import Tensor
 
 from pagefleet.kernels.select import ENVIRONMENT_VARIABLE
@@ -19,7 +21,7 @@ from pagefleet.workers.executor import Executor, make_executor
 from pagefleet.workers.model_runner import ModelRunner
 from pagefleet.workers.parallel import GroupError
 from pagefleet.workers.rank_loop import RankLoop
-from pagefleet.workers.rendezvous import RankSpec
+from pagefleet.workers.rendezvous import RankSpec, Transport
 
 Settings = dict[str, object]
 
@@ -29,8 +31,13 @@ def load_rank(
 ) -> ModelRunner:
     os.environ[ENVIRONMENT_VARIABLE] = kernels
     fields: Settings = {"num_blocks": 64, "num_threads": 1, "max_num_sequences": 16} | settings
+    port_file = fields.pop("port_file", None)
     config = WorkerConfig(model=str(folder), **fields)  # pyright: ignore
-    return ModelRunner.load(config, RankSpec(name, rank, world_size, timeout_s=20.0))
+    spec = RankSpec(name, rank, world_size, timeout_s=20.0)
+    if port_file is None:
+        return ModelRunner.load(config, spec)
+    store = meet_at(str(port_file), rank, 60.0)
+    return ModelRunner.load(config, replace(spec, transport=Transport.TORCH), store)
 
 
 def logits_of(
@@ -57,6 +64,7 @@ class LedRunner:
         self.config = runner.config
         self.model_info = runner.model_info
         self.num_blocks = runner.num_blocks
+        self.storage = runner.storage
         self.executor = executor
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -82,11 +90,11 @@ def answers_to(
         RankLoop(runner).run()
         return None
     executor = make_executor(runner)
-    runner.measure(execute=executor.execute)
-    led = LedRunner(runner, executor)
-    answers = serve(led, requests, **serve_settings)  # pyright: ignore
-    executor.shutdown()
-    return answers
+    try:
+        runner.measure(execute=executor.execute)
+        return serve(LedRunner(runner, executor), requests, **serve_settings)  # pyright: ignore
+    finally:
+        executor.shutdown()
 
 
 def pool_sizes(

@@ -5,9 +5,11 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore
 
 from pagefleet.workers import shared_memory_group
 from pagefleet.workers.parallel import GroupError, TensorParallelGroup
@@ -23,21 +25,24 @@ def make_group(
     """kind: "shared" or a port file's path: gloo, its leader writes its port there."""
     if kind == "shared":
         return SharedMemoryGroup(name, rank, world_size, timeout_s=timeout_s, **options)
-    if rank == 0:
-        store = host_store("127.0.0.1", timeout_s)
-        with open(f"{kind}.new", "w") as file:
-            file.write(str(store.port))
-        os.rename(f"{kind}.new", kind)
-    else:
-        deadline = time.monotonic() + timeout_s
-        while not os.path.exists(kind):
-            assert time.monotonic() < deadline, "the leader wrote no port"
-            time.sleep(0.01)
-        with open(kind) as file:
-            store = open_store("127.0.0.1", int(file.read()), timeout_s)
+    store = meet_at(kind, rank, 60.0)
     return TorchDistributedGroup(
         store, name, rank, world_size, device=torch.device("cpu"), timeout_s=timeout_s
     )
+
+
+def meet_at(port_file: str, rank: int, timeout_s: float) -> TCPStore:
+    """The leader hosts a store and writes its port; the others wait for it."""
+    if rank == 0:
+        store = host_store("127.0.0.1", timeout_s)
+        Path(f"{port_file}.new").write_text(str(store.port))
+        os.rename(f"{port_file}.new", port_file)
+        return store
+    deadline = time.monotonic() + timeout_s
+    while not os.path.exists(port_file):
+        assert time.monotonic() < deadline, "the leader wrote no port"
+        time.sleep(0.01)
+    return open_store("127.0.0.1", int(Path(port_file).read_text()), timeout_s)
 
 
 def example(rank: int, size: int, dtype: torch.dtype) -> Tensor:

@@ -143,6 +143,17 @@ def test_swapped_blocks_come_back_on_every_rank(
     assert sum(answer.usage.preemptions for answer in found.values()) > 0
 
 
+def test_ranks_without_shared_memory_answer_the_same(
+    processes: RankProcesses, name: str, tmp_path: Path
+) -> None:
+    folder = make_llama(tmp_path / "model", num_heads=9, num_kv_heads=3, hidden_size=72)
+    requests = [make_request(str(i), random_prompt(20, 131, i)) for i in range(3)]
+    settings = {"port_file": str(tmp_path / "port")}
+    program = (programs.answers_to, 2, folder, name, KERNELS, requests, settings, {})
+    found = leaders(processes.run(*program))
+    assert tokens(found) == tokens(serve(load_runner(folder), requests))
+
+
 def test_all_ranks_take_the_smallest_pool(
     processes: RankProcesses, name: str, tmp_path: Path
 ) -> None:
