@@ -170,6 +170,18 @@ class Client:
         request = pb.GetClusterStateRequest()
         return self._call("GetClusterState", request, pb.GetClusterStateResponse)
 
+    def explain(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        model: str = "",
+        options: RequestOptions | None = None,
+    ) -> pb.ExplainResponse:
+        """What would happen to this request now, and why."""
+        request, metadata = generate_request(prompt, sampling, model, options)
+        return self._call("Explain", request, pb.ExplainResponse, metadata=metadata)
+
     def cancel(self, request_id: str) -> int:
         """End one's requests of that id; how many there were."""
         request = pb.CancelRequest(request_id=request_id)
@@ -304,6 +316,18 @@ class AsyncClient:
         """Every replica with the blocks of its pools."""
         request = pb.GetClusterStateRequest()
         return await self._call("GetClusterState", request, pb.GetClusterStateResponse)
+
+    async def explain(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        model: str = "",
+        options: RequestOptions | None = None,
+    ) -> pb.ExplainResponse:
+        """What would happen to this request now, and why."""
+        request, metadata = generate_request(prompt, sampling, model, options)
+        return await self._call("Explain", request, pb.ExplainResponse, metadata=metadata)
 
     async def cancel(self, request_id: str) -> int:
         """End one's requests of that id; how many there were."""

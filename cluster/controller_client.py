@@ -12,7 +12,15 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
 from ..protos.errors import InternalError, PagefleetError, Unavailable
-from ..protos.messages import ClusterState, Lease, ModelCard, Refused, ReserveRequest, Ticket
+from ..protos.messages import (
+    ClusterState,
+    Explanation,
+    Lease,
+    ModelCard,
+    Refused,
+    ReserveRequest,
+    Ticket,
+)
 
 _CONTROLLER_RESTART_S = 1.0
 
@@ -46,6 +54,10 @@ class ControllerClient(Protocol):
         """Every replica and the queue."""
         ...
 
+    async def explain(self, request: ReserveRequest) -> Explanation | Refused:
+        """What `reserve` would do, and why; nothing changes."""
+        ...
+
 
 class RayControllerClient:
     """A `ControllerClient` over the controller's actor handle."""
@@ -70,6 +82,9 @@ class RayControllerClient:
 
     async def cluster_state(self) -> ClusterState:
         return await self._call(self._controller.cluster_state.remote())
+
+    async def explain(self, request: ReserveRequest) -> Explanation | Refused:
+        return await self._call(self._controller.explain.remote(request))
 
     async def _call(self, reply: object) -> T:  # pyright: ignore[reportInvalidTypeVarUse]
         try:

@@ -15,13 +15,13 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, replace
 
 from ..protos.errors import DeadlineExceeded, InternalError, PagefleetError, RequestCancelled
-from ..protos.messages import ClusterState, SamplingParams
+from ..protos.messages import ClusterState, Explanation, Refused, SamplingParams
 from .controller_client import ControllerClient
 from .engine_client import ChannelFactory, EngineClient, insecure_channel
 from .generation import ChatPrompt, GenerateCall, OutputDelta, TextPrompt, TokenPrompt
 from .generation_run import Clock, GenerationRun, RetryPolicy
 from .model_catalog import LoadTokenizer, ModelCatalog, ServedModel
-from .reservations import Reservations
+from .reservations import Reservations, error_of
 from .tokenizer import Tokenizer
 from .validation import RequestLimits, check_call, check_for_model, check_token_ids
 
@@ -172,6 +172,22 @@ class Gateway:
         """Check and begin; errors that need no replica are raised here."""
         arrived = self._clock()
         deadline = None if call.deadline_s is None else arrived + call.deadline_s
+        generation = await self._prepare(call)
+        run = self._make_run(call, generation, arrived, deadline)
+        generation.start(self._supervise(generation, call.tenant, run, deadline))
+        return generation
+
+    async def explain(self, call: GenerateCall) -> tuple[Generation, Explanation]:
+        """What would happen to the call now; the generation is not begun."""
+        generation = await self._prepare(call)
+        run = self._make_run(call, generation, self._clock(), None)
+        answer = await self._controller.explain(run.reserve_request())
+        if isinstance(answer, Refused):
+            raise error_of(answer)
+        return generation, answer
+
+    async def _prepare(self, call: GenerateCall) -> Generation:
+        """Everything that is wrong with a call is found here."""
         check_call(call, self._limits)
         try:
             async with asyncio.timeout(call.deadline_s):
@@ -184,10 +200,7 @@ class Gateway:
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbits(64))
         request_id = call.request_id or f"req-{secrets.token_hex(12)}"
-        generation = Generation(request_id, model, prompt.token_ids, sampling)
-        run = self._make_run(call, generation, arrived, deadline)
-        generation.start(self._supervise(generation, call.tenant, run, deadline))
-        return generation
+        return Generation(request_id, model, prompt.token_ids, sampling)
 
     async def tokenize(
         self, model_name: str, prompt: TextPrompt | TokenPrompt | ChatPrompt

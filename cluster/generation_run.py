@@ -127,7 +127,7 @@ class GenerationRun:
         while True:
             self._attempt += 1
             try:
-                lease = await self._reservations.acquire(self._reserve_request(), self._deadline)
+                lease = await self._reservations.acquire(self.reserve_request(), self._deadline)
             except Unavailable:
                 if not self._excluded or self._is_out_of_patience():
                     raise
@@ -138,7 +138,8 @@ class GenerationRun:
                 self._admitted_at = self._clock()
             return lease
 
-    def _reserve_request(self) -> ReserveRequest:
+    def reserve_request(self) -> ReserveRequest:
+        """What the controller has to know to route the samples that have not ended."""
         unfinished = self._unfinished()
         num_outputs = [len(sample.token_ids) for sample in unfinished]
         known = self._prompt_array

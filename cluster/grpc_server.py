@@ -20,8 +20,8 @@ from ..protos import inference_pb2 as pb
 from ..protos.deserializer import Malformed, make_deserializer
 from ..protos.errors import InternalError, InvalidArgument, PagefleetError
 from . import proto_conversion as convert
-from .gateway import Gateway, Generation
-from .generation import OutputDelta, merge_deltas
+from .gateway import Gateway
+from .generation import GenerateCall, OutputDelta, merge_deltas
 from .grpc_errors import status_of
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class InferenceServicer:
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         """All deltas in one message."""
-        generation = await self._start(request, context)
+        generation = await self._gateway.generate(_call(request, context))
         deltas: list[OutputDelta] = []
         try:
             async for batch in generation:
@@ -63,7 +63,7 @@ class InferenceServicer:
 
         Written, not yielded: a call that is cancelled while gRPC sends must still end here.
         """
-        generation = await self._start(request, context)
+        generation = await self._gateway.generate(_call(request, context))
         is_first = True
         try:
             async for batch in generation:
@@ -104,6 +104,11 @@ class InferenceServicer:
         """Replicas and their blocks."""
         return convert.cluster_state_to_proto(await self._gateway.cluster_state())
 
+    async def explain(self, request: pb.GenerateRequest, context: Context) -> pb.ExplainResponse:
+        """What would happen to a request."""
+        generation, answer = await self._gateway.explain(_call(request, context))
+        return convert.explanation_to_proto(generation, answer)
+
     async def cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
         """End one's own requests of an id."""
         if not request.request_id:
@@ -112,15 +117,6 @@ class InferenceServicer:
             _metadata(context, TENANT_METADATA), request.request_id
         )
         return pb.CancelResponse(num_cancelled=num_cancelled)
-
-    async def _start(self, request: pb.GenerateRequest, context: Context) -> Generation:
-        call = convert.call_from_proto(
-            request,
-            tenant=_metadata(context, TENANT_METADATA),
-            deadline_s=context.time_remaining(),
-            retry_token=_metadata(context, RETRY_TOKEN_METADATA),
-        )
-        return await self._gateway.generate(call)
 
 
 class GrpcServer:
@@ -175,6 +171,7 @@ def _handlers(servicer: InferenceServicer) -> grpc.GenericRpcHandler:
             "Detokenize": _unary(servicer.detokenize, pb.DetokenizeRequest),
             "ListModels": _unary(servicer.list_models, pb.ListModelsRequest),
             "GetClusterState": _unary(servicer.get_cluster_state, pb.GetClusterStateRequest),
+            "Explain": _unary(servicer.explain, pb.GenerateRequest),
             "Cancel": _unary(servicer.cancel, pb.CancelRequest),
         },
     )
@@ -228,6 +225,15 @@ async def _abort(context: Context, error: Exception) -> None:
         error = InternalError("a fault in the server; its log says more")
     code, details, trailers = status_of(error)
     await context.abort(code, details, trailers)
+
+
+def _call(request: pb.GenerateRequest, context: Context) -> GenerateCall:
+    return convert.call_from_proto(
+        request,
+        tenant=_metadata(context, TENANT_METADATA),
+        deadline_s=context.time_remaining(),
+        retry_token=_metadata(context, RETRY_TOKEN_METADATA),
+    )
 
 
 def _metadata(context: Context, key: str) -> str:

@@ -11,6 +11,8 @@ from ..protos.messages import (
     AdmissionClass,
     BlockCounts,
     ClusterState,
+    Explanation,
+    ReplicaExplanation,
     ReplicaStatus,
     SamplingParams,
     TokenLogprobs,
@@ -189,6 +191,40 @@ def model_to_proto(model: ServedModel) -> pb.Model:
         eos_token_ids=card.eos_token_ids,
         bos_token_id=card.bos_token_id,
         has_chat_template=model.tokenizer.chat_template is not None,
+    )
+
+
+def explanation_to_proto(generation: Generation, answer: Explanation) -> pb.ExplainResponse:
+    """What would happen, and every replica's cost."""
+    return pb.ExplainResponse(
+        model=generation.model.card.model,
+        prompt_tokens=len(generation.prompt_token_ids),
+        policy=answer.policy,
+        decision=answer.decision,
+        reason=answer.reason,
+        replica_id=answer.replica_id or "",
+        lease_blocks=answer.lease_blocks,
+        expected_output_tokens=answer.expected_output_tokens,
+        expected_wait_s=answer.expected_wait_s,
+        queue_position=answer.queue_position,
+        replicas=[_replica_explanation(replica) for replica in answer.replicas],
+    )
+
+
+def _replica_explanation(replica: ReplicaExplanation) -> pb.ReplicaExplanation:
+    return pb.ReplicaExplanation(
+        replica_id=replica.replica_id,
+        eligible=replica.eligible,
+        hit_tokens=replica.hit_tokens,
+        host_hit_tokens=replica.host_hit_tokens,
+        available_blocks=replica.available_blocks,
+        prefill_ms=replica.prefill_ms,
+        load_ms=replica.load_ms,
+        queue_ms=replica.queue_ms,
+        blocks_ms=replica.blocks_ms,
+        batch_ms=replica.batch_ms,
+        affinity_ms=replica.affinity_ms,
+        total_ms=replica.total_ms,
     )
 
 

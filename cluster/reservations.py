@@ -89,7 +89,7 @@ class Reservations:
                 if isinstance(answer, Lease):
                     return answer
                 if answer is not None:
-                    raise _error_of(answer)
+                    raise error_of(answer)
         except asyncio.CancelledError:
             self._spawn(self._give_back(waiter, request))
             raise
@@ -162,7 +162,8 @@ async def _forgive(call: Coroutine[object, object, None]) -> None:
         logger.warning("the controller did not take a notice: %s", error)
 
 
-def _error_of(refused: Refused) -> PagefleetError:
+def error_of(refused: Refused) -> PagefleetError:
+    """What a refusal is for the client."""
     return error_named(
         refused.error,
         refused.reason,

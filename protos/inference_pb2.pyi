@@ -322,6 +322,60 @@ class GetClusterStateResponse(_message.Message):
     uptime_s: float
     def __init__(self, replicas: _Optional[_Iterable[_Union[ReplicaState, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., granted: _Optional[int] = ..., refused: _Optional[int] = ..., expired: _Optional[int] = ..., policy: _Optional[str] = ..., uptime_s: _Optional[float] = ...) -> None: ...
 
+class ReplicaExplanation(_message.Message):
+    __slots__ = ("replica_id", "eligible", "hit_tokens", "host_hit_tokens", "available_blocks", "prefill_ms", "load_ms", "queue_ms", "blocks_ms", "batch_ms", "affinity_ms", "total_ms")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    ELIGIBLE_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOST_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    AVAILABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_MS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_MS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_MS_FIELD_NUMBER: _ClassVar[int]
+    AFFINITY_MS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    eligible: bool
+    hit_tokens: int
+    host_hit_tokens: int
+    available_blocks: int
+    prefill_ms: float
+    load_ms: float
+    queue_ms: float
+    blocks_ms: float
+    batch_ms: float
+    affinity_ms: float
+    total_ms: float
+    def __init__(self, replica_id: _Optional[str] = ..., eligible: bool = ..., hit_tokens: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., available_blocks: _Optional[int] = ..., prefill_ms: _Optional[float] = ..., load_ms: _Optional[float] = ..., queue_ms: _Optional[float] = ..., blocks_ms: _Optional[float] = ..., batch_ms: _Optional[float] = ..., affinity_ms: _Optional[float] = ..., total_ms: _Optional[float] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("model", "prompt_tokens", "policy", "decision", "reason", "replica_id", "lease_blocks", "expected_output_tokens", "expected_wait_s", "queue_position", "replicas")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_POSITION_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    prompt_tokens: int
+    policy: str
+    decision: str
+    reason: str
+    replica_id: str
+    lease_blocks: int
+    expected_output_tokens: int
+    expected_wait_s: float
+    queue_position: int
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaExplanation]
+    def __init__(self, model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., policy: _Optional[str] = ..., decision: _Optional[str] = ..., reason: _Optional[str] = ..., replica_id: _Optional[str] = ..., lease_blocks: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., expected_wait_s: _Optional[float] = ..., queue_position: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[ReplicaExplanation, _Mapping]]] = ...) -> None: ...
+
 class CancelRequest(_message.Message):
     __slots__ = ("request_id",)
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

@@ -64,6 +64,11 @@ class InferenceStub(object):
                 request_serializer=pagefleet_dot_protos_dot_inference__pb2.GetClusterStateRequest.SerializeToString,
                 response_deserializer=pagefleet_dot_protos_dot_inference__pb2.GetClusterStateResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/pagefleet.v1.Inference/Explain',
+                request_serializer=pagefleet_dot_protos_dot_inference__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=pagefleet_dot_protos_dot_inference__pb2.ExplainResponse.FromString,
+                _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/pagefleet.v1.Inference/Cancel',
                 request_serializer=pagefleet_dot_protos_dot_inference__pb2.CancelRequest.SerializeToString,
@@ -117,6 +122,13 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """What would happen to this request now, and why. Nothing is reserved or computed by asking.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Cancel(self, request, context):
         """Ends a request of one's own by its id, from another connection. The cancelled call ends with
         CANCELLED.
@@ -157,6 +169,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetClusterState,
                     request_deserializer=pagefleet_dot_protos_dot_inference__pb2.GetClusterStateRequest.FromString,
                     response_serializer=pagefleet_dot_protos_dot_inference__pb2.GetClusterStateResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=pagefleet_dot_protos_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=pagefleet_dot_protos_dot_inference__pb2.ExplainResponse.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
@@ -326,6 +343,33 @@ class Inference(object):
             '/pagefleet.v1.Inference/GetClusterState',
             pagefleet_dot_protos_dot_inference__pb2.GetClusterStateRequest.SerializeToString,
             pagefleet_dot_protos_dot_inference__pb2.GetClusterStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagefleet.v1.Inference/Explain',
+            pagefleet_dot_protos_dot_inference__pb2.GenerateRequest.SerializeToString,
+            pagefleet_dot_protos_dot_inference__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -23,10 +23,12 @@ from pagefleet.protos.messages import (
     CacheIdentity,
     ClusterState,
     EngineRequest,
+    Explanation,
     FinishReason,
     Lease,
     ModelCard,
     Refused,
+    ReplicaExplanation,
     ReplicaState,
     ReplicaStatus,
     ReserveRequest,
@@ -370,6 +372,18 @@ class FakeController:
 
     async def cluster_state(self) -> ClusterState:
         return ClusterState(tuple(map(_status, self.leaders)), 1, 20, 5, 2, 3, "default", 60.0)
+
+    async def explain(self, request: ReserveRequest) -> Explanation | Refused:
+        if self.answers:
+            return self.answers.pop(0)
+        replicas = tuple(
+            ReplicaExplanation(
+                leader.replica_id, True, 16, 0, 9, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 21.0
+            )
+            for leader in self.leaders
+        )
+        reason = f"{request.num_tokens} tokens"
+        return Explanation("default", "grant", reason, "r0", 3, 20, 0.0, 0, replicas)
 
     def _lease(self, request: ReserveRequest) -> Lease | Refused:
         key = (request.request_key, request.attempt)

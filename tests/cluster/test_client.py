@@ -61,6 +61,7 @@ async def test_blocking_calls(front):
         (model,) = client.models()
         assert (model.id, model.bos_token_id) == ("tiny", 256)
         assert [replica.replica_id for replica in client.cluster_state().replicas] == ["r0", "r1"]
+        assert client.explain("hello", SHORT).replica_id == "r0"
         assert client.cancel("nothing") == 0
 
     await in_thread(front, work)
@@ -87,6 +88,7 @@ async def test_async_calls_are_the_same(front, client):
     assert await client.detokenize(ids_of("abc")) == "abc"
     assert (await client.models())[0].has_chat_template
     assert len((await client.cluster_state()).replicas) == 2
+    assert (await client.explain("hello", SHORT)).decision == "grant"
 
 
 async def test_leaving_an_async_stream_cancels(front, client):

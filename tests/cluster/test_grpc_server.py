@@ -156,6 +156,20 @@ async def test_models_and_cluster_state(front):
     assert (state.queued_requests, state.policy) == (1, "default")
 
 
+async def test_explain_reserves_nothing(front):
+    reply = await front.stub.Explain(request("x" * 20))
+    assert (reply.decision, reply.replica_id, reply.prompt_tokens) == ("grant", "r0", 21)
+    assert reply.reason == "21 tokens"
+    costs = reply.replicas[1]
+    terms = ("prefill_ms", "load_ms", "queue_ms", "blocks_ms", "batch_ms", "affinity_ms")
+    assert sum(getattr(costs, term) for term in terms) == costs.total_ms
+    assert not front.controller.reserved
+    front.controller.answers.append(Refused("k", 1, "Overloaded", "full", 1.0))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await front.stub.Explain(request())
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 # -- the table of errors ---------------------------------------------------------------------
 
 BIG = 17 * 2**20
