@@ -15,7 +15,6 @@ every process, on every machine. The hash is fast, not proof: who serves a hit c
 import hashlib
 from struct import pack
 
-import numpy as np
 import xxhash
 
 from ..protos.messages import CacheIdentity
@@ -51,15 +50,14 @@ def root_hash(identity: CacheIdentity) -> bytes:
 
 def token_bytes(token_ids: Int32Array) -> bytes:
     """int32 little-endian, as both chains hash them."""
-    return np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
+    return token_ids.astype("<i4", copy=False).tobytes()
 
 
 def split_blocks(token_ids: Int32Array, block_size: int) -> list[bytes]:
     """The bytes of each full block."""
     data = token_bytes(token_ids)
     width = 4 * block_size
-    end = len(data) // width * width
-    return [data[start : start + width] for start in range(0, end, width)]
+    return [data[end - width : end] for end in range(width, len(data) + 1, width)]
 
 
 def extend_chain(previous: bytes, blocks: list[bytes]) -> list[bytes]:

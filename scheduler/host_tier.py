@@ -155,7 +155,7 @@ class HostTier:
         if moves:
             self._wait(sequence, self._start(CopyKind.LOAD, moves))
         if sequence.num_open_copies and sequence.row is not None:
-            self._batch.is_loading[sequence.row] = True
+            self._batch.set_loading(sequence.row, True)
 
     # ── the cleaner ───────────────────────────────────────────────────────────────────────
 
@@ -192,7 +192,7 @@ class HostTier:
         for sequence in job.waiters:
             sequence.num_open_copies -= 1
             if not sequence.num_open_copies and sequence.row is not None:
-                self._batch.is_loading[sequence.row] = False
+                self._batch.set_loading(sequence.row, False)
         return [] if done.ok else job.waiters
 
     def cleaning_blocks(self) -> Iterable[tuple[int, int]]:

@@ -328,9 +328,8 @@ class KVCacheManager:
             num_blocks * self.block_size > sequence.num_prompt_tokens
         ):
             chain = sequence.chain = chain.copy()  # samples part where their outputs begin
-        blocks = split_blocks(
-            token_ids[start * self.block_size : num_blocks * self.block_size], self.block_size
-        )
+        size = self.block_size
+        blocks = split_blocks(token_ids[start * size : num_blocks * size], size)
         previous = chain.hashes[-1] if start else sequence.request.root_hash
         chain.hashes += extend_chain(previous, blocks)
         chain.tokens += blocks

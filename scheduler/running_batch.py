@@ -49,6 +49,10 @@ class RunningBatch:
         self.arrival: Int64Array = np.zeros(num_rows, dtype=np.int64)
         self.has_stop_ids: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self.is_loading: BoolArray = np.zeros(num_rows, dtype=np.bool_)
+        self._num_loading = 0
+        # Parts of plain decode steps, made once; who gets a slice of them must not write to it.
+        self.ones: Int32Array = np.ones(num_rows, dtype=np.int32)
+        self.numbers: Int32Array = np.arange(num_rows, dtype=np.int32)
         self.sequences: list[Sequence | None] = [None] * num_rows
         self.keys = [""] * num_rows
         self.indexes = [0] * num_rows
@@ -79,7 +83,6 @@ class RunningBatch:
         self.max_outputs[row] = request.token_limit - num_prompt
         self.arrival[row] = request.arrival
         self.has_stop_ids[row] = bool(request.stop_token_ids)
-        self.is_loading[row] = False
         self.sequences[row] = sequence
         self.keys[row] = request.key
         self.indexes[row] = sequence.index
@@ -99,7 +102,7 @@ class RunningBatch:
         self.num_tokens[row] = self.num_computed[row] = 0
         self.compute_limit[row] = 0
         self.capacity[row] = 0
-        self.is_loading[row] = False
+        self.set_loading(row, False)
         self.sequences[row] = None
         self.keys[row] = ""
         heappush(self._free, row)
@@ -115,8 +118,14 @@ class RunningBatch:
         """Per row, positions that could be computed now."""
         target = np.minimum(self.num_tokens, self.compute_limit)
         target -= self.num_computed
-        target[self.is_loading] = 0
+        if self._num_loading:
+            target[self.is_loading] = 0
         return target
+
+    def set_loading(self, row: int, is_loading: bool) -> None:
+        """Whether the row's KV is on its way from the host."""
+        self._num_loading += is_loading - int(self.is_loading[row])
+        self.is_loading[row] = is_loading
 
     def num_known(self, row: int) -> int:
         """Tokens whose values are known."""
@@ -150,6 +159,7 @@ class RunningBatch:
     def check_integrity(self) -> None:
         """Rows and sequences name each other, and no count passes another."""
         check(len(set(self._free)) == len(self._free), "a row is free twice")
+        check(int(self.is_loading.sum()) == self._num_loading, f"{self._num_loading} rows load")
         heapify(self._free)
         for row, sequence in enumerate(self.sequences):
             if sequence is None:

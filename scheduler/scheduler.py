@@ -34,7 +34,7 @@ from .books import Books
 from .config import SchedulerConfig
 from .exhaustion import Exhaustion
 from .outbox import Outbox
-from .output import CopyDone, ModelRunnerOutput, SchedulerOutput
+from .output import CopyDone, Int32Array, ModelRunnerOutput, SchedulerOutput
 from .request import Request, Sequence, SequenceState
 from .request_limits import token_limit
 from .stats import SchedulerStats, make_stats
@@ -133,8 +133,7 @@ class Scheduler:
         self._expire(now)
         plan = StepPlan(self._step + 1)
         self._drill(plan)
-        self._plan_decodes(plan, now)
-        self._plan_prefills(plan)
+        self._plan_running(plan, now)
         # Who was just preempted shall not come back at the others' cost; if there are no others,
         # nothing else would ever run.
         if self._queue and (not plan.has_preempted or not self._batch):
@@ -283,24 +282,26 @@ class Scheduler:
         if every is not None and plan.step % every == 0:
             plan.has_preempted = self.force_preemption()
 
-    def _plan_decodes(self, plan: StepPlan, now: float) -> None:
-        """Rows that compute one token after their prompt; room is made for them first."""
+    def _plan_running(self, plan: StepPlan, now: float) -> None:
+        """Rows that compute one token after their prompt, for which room is made first; then
+        those still behind their known tokens, oldest first, by chunks."""
         batch = self._batch
-        is_decode = batch.remaining() == 1
-        is_decode &= batch.num_computed >= batch.num_prompt
-        rows = np.flatnonzero(is_decode).astype(np.int32)
+        remaining = batch.remaining()
+        is_decode = batch.num_computed >= batch.num_prompt
+        is_decode &= remaining == 1
+        rows = is_decode.nonzero()[0].astype(np.int32)
         budget = self.config.max_num_batched_tokens
         if len(rows) > budget:  # turn by turn, so that each gets its share
             rows = np.sort(np.roll(rows, -self._step * budget)[:budget])
         plan.decode_rows = self._exhaustion.grow(plan, rows, now)
+        remaining[is_decode] = 0
+        if remaining.any():
+            self._plan_prefills(plan, remaining)
 
-    def _plan_prefills(self, plan: StepPlan) -> None:
-        """Rows that are still behind their known tokens, oldest first, by chunks."""
+    def _plan_prefills(self, plan: StepPlan, remaining: Int32Array) -> None:
         batch = self._batch
-        remaining = batch.remaining()
-        is_behind = (remaining > 1) | (batch.num_computed < batch.num_prompt)
-        is_behind &= remaining > 0
-        rows = np.flatnonzero(is_behind)
+        remaining[batch.sequence_ids == 0] = 0  # preempted a moment ago
+        rows = np.flatnonzero(remaining)
         for row in rows[np.argsort(batch.arrival[rows])].tolist():
             self._admission.plan_chunk(plan, row, int(remaining[row]))
 
@@ -396,29 +397,28 @@ class Scheduler:
         """Sampled tokens become known: append, tell, and end what ends."""
         batch, rows, tokens = self._batch, record.output.sample_rows, result.token_ids
         is_current = batch.sequence_ids[rows] == record.sample_ids
+        places: list[int] | range = range(len(rows))
         if not is_current.all():
-            stale = np.flatnonzero(~is_current).tolist()
+            stale: list[int] = np.flatnonzero(~is_current).tolist()
             self._append_to_waiting(record, result, stale, now)
             current = np.flatnonzero(is_current)
-            rows, tokens = rows[current], tokens[current]
-            places: list[int] | range = current.tolist()
-        else:
-            places = range(len(rows))
+            rows, tokens, places = rows[current], tokens[current], current.tolist()
         numbers = batch.append_tokens(rows, tokens)
         special = batch.special_rows(rows, tokens, numbers, self._eos)
-        keys, indexes, append = batch.keys, batch.indexes, self._outbox.append
-        logprobs = result.logprobs
         row_list: list[int] = rows.tolist()
         token_list: list[int] = tokens.tolist()
         number_list: list[int] = numbers.tolist()
+        if not special and not result.logprobs:
+            self._outbox.tell_tokens(batch, row_list, token_list, number_list)
+            return
         for place, row, token, number in zip(
             places, row_list, token_list, number_list, strict=True
         ):
-            if row in special or logprobs:
+            if row in special or place in result.logprobs:
                 sequence = batch.sequence(row)
-                self._tell(sequence, token, number, logprobs.get(place), now)
+                self._tell(sequence, token, number, result.logprobs.get(place), now)
             else:
-                append(SequenceDelta(keys[row], indexes[row], number, (token,)))
+                self._outbox.tell_tokens(batch, [row], [token], [number])
 
     def _append_to_waiting(
         self, record: StepRecord, result: ModelRunnerOutput, places: list[int], now: float

@@ -26,12 +26,19 @@ class StepRecord:
     prompts: tuple[Request, ...]
 
 
+_NO_INTS: Int32Array = np.empty(0, dtype=np.int32)
+
+
+def _int32(values: list[int]) -> Int32Array:
+    return np.array(values, dtype=np.int32) if values else _NO_INTS
+
+
 class StepPlan:
     """Collects what a step does; `launch` makes the output and moves the batch's counts on."""
 
     def __init__(self, step: int) -> None:
         self.step = step
-        self.decode_rows: Int32Array = np.empty(0, dtype=np.int32)
+        self.decode_rows = _NO_INTS
         self.chunks: list[tuple[int, int]] = []  # row, tokens: everything but plain decodes
         self.forks: list[tuple[int, int]] = []  # parent row, child row
         self.prompts: list[Request] = []
@@ -57,8 +64,9 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to execute."""
-        return not (len(self.decode_rows) or self.chunks or self.copy_jobs)
+        """Whether there is nothing to tell the runner. A row may enter only to wait for KV that
+        another one is loading."""
+        return not (len(self.decode_rows) or self.chunks or self.copy_jobs or self.new_rows)
 
     def launch(self, batch: RunningBatch, removed_rows: list[int]) -> StepRecord:
         """Every planned row advances; those whose known tokens are all computed sample one."""
@@ -66,8 +74,7 @@ class StepPlan:
             rows, scheduled, entries, sample_rows = self._mixed_entries(batch)
         else:
             rows = sample_rows = self.decode_rows
-            scheduled = np.ones(len(rows), dtype=np.int32)
-            entries = np.arange(len(rows), dtype=np.int32)
+            scheduled, entries = batch.ones[: len(rows)], batch.numbers[: len(rows)]
         starts = batch.num_computed[rows]
         ends = starts + scheduled
         batch.num_computed[rows] = ends
@@ -81,12 +88,12 @@ class StepPlan:
             num_computed_tokens=starts,
             sample_entries=entries,
             sample_rows=sample_rows,
-            removed_rows=np.array(removed_rows, dtype=np.int32),
+            removed_rows=_int32(removed_rows),
             new_rows=tuple(self.new_rows),
-            table_rows=np.array(self.table_rows, dtype=np.int32),
-            table_blocks=np.array(self.table_blocks, dtype=np.int32),
-            tail_rows=np.array(self.tail_rows, dtype=np.int32),
-            tail_blocks=np.array(self.tail_blocks, dtype=np.int32),
+            table_rows=_int32(self.table_rows),
+            table_blocks=_int32(self.table_blocks),
+            tail_rows=_int32(self.tail_rows),
+            tail_blocks=_int32(self.tail_blocks),
             device_copies=tuple(self.device_copies),
             copy_jobs=tuple(self.copy_jobs),
         )
