@@ -37,8 +37,8 @@ class LateBindingConfig:
     times its duration, once the pool is fuller than scarcity_from. age_weight: of the head start,
     seconds waited to the power age_power. affinity_weight, affinity_full_weight: how often a hit
     counts when weighing a busy replica, and how much more often where all pools are full: a second
-    copy of a prefix then drives out something else. hold_after_s, hold_after_waits: who has waited longer than the first plus so
-    many times the recent mean wait gets a replica held.
+    copy of a prefix then drives out something else. hold_after_s, hold_after_waits: who has waited
+    longer than the first plus so many times the recent mean wait gets a replica held.
     """
 
     start_slack_s: float = 0.0
