@@ -169,7 +169,7 @@ def apply_filters(weights: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) 
         _on_rows(weights, bounded, lambda part: _keep_top_p(part, top_p[bounded]))
     if bool((min_p > 0).any()):
         everyone = torch.full_like(min_p, weights.shape[-1]).to(torch.int64)
-        _cut(weights, min_p.unsqueeze(1), everyone)
+        _cut(weights, min_p.clamp(max=1.0).unsqueeze(1), everyone)
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -194,35 +194,61 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     return (block * DRAW_BLOCK + torch.minimum(inner, last_inner)).flatten()
 
 
-def apply_penalties(
-    logits: Tensor,
-    token_ids: Tensor,
-    prompt_lens: Tensor,
-    lens: Tensor,
-    repetition: Tensor,
-    presence: Tensor,
-    frequency: Tensor,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class PenaltyParams:
+    """What n rows have said so far and what repeating it costs; all on the logits' device.
+
+    token_ids: int64 [n, longest], of which the first lens[i] count, the first prompt_lens[i] of
+    them prompt. prompt_lens, lens: int64 [n]; the rest float32 [n].
+    """
+
+    token_ids: Tensor
+    prompt_lens: Tensor
+    lens: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+
+    def part(self, begin: int, end: int) -> "PenaltyParams":
+        """Those of rows begin .. end-1."""
+        return PenaltyParams(
+            self.token_ids[begin:end],
+            self.prompt_lens[begin:end],
+            self.lens[begin:end],
+            self.repetition[begin:end],
+            self.presence[begin:end],
+            self.frequency[begin:end],
+        )
+
+
+def apply_penalties(logits: Tensor, params: PenaltyParams) -> None:
     """Repetition over prompt and output, presence and frequency over output, in place.
 
-    logits: float32 [n, vocab]; token_ids: int64 [n, longest], of which the first lens[i] count;
-    prompt_lens, lens: int64 [n]; the rest float32 [n].
+    logits: float32 [n, vocab].
     """
     num_rows, vocab_size = logits.shape
-    index = torch.arange(token_ids.shape[1], device=logits.device)
-    known = index < lens[:, None]
-    is_output = known & (index >= prompt_lens[:, None])
+    piece = max(1, _PIECE // vocab_size)  # bounds the memory for counts on every device
+    for begin in range(0, num_rows, piece):
+        end = begin + piece
+        _penalise_piece(logits[begin:end], params.part(begin, end))
+
+
+def _penalise_piece(logits: Tensor, params: PenaltyParams) -> None:
+    num_rows, vocab_size = logits.shape
+    index = torch.arange(params.token_ids.shape[1], device=logits.device)
+    is_known = index < params.lens[:, None]
+    is_output = is_known & (index >= params.prompt_lens[:, None])
+    # The last column takes what does not count.
     counts = torch.zeros(num_rows, vocab_size + 1, dtype=torch.float32, device=logits.device)
-    counts.scatter_(1, torch.where(known, token_ids, vocab_size), 1.0)
-    seen = counts[:, :vocab_size] > 0
-    factor = repetition.unsqueeze(1)
+    counts.scatter_(1, torch.where(is_known, params.token_ids, vocab_size), 1.0)
+    factor = params.repetition.unsqueeze(1)
     penalised = torch.where(logits > 0, logits / factor, logits * factor)
-    logits.copy_(torch.where(seen, penalised, logits))
+    logits.copy_(torch.where(counts[:, :vocab_size] > 0, penalised, logits))
     counts.zero_()
-    counts.scatter_add_(1, torch.where(is_output, token_ids, vocab_size), known.float())
+    counts.scatter_add_(1, torch.where(is_output, params.token_ids, vocab_size), is_known.float())
     output_counts = counts[:, :vocab_size]
-    logits.sub_(output_counts * frequency.unsqueeze(1))
-    logits.sub_((output_counts > 0) * presence.unsqueeze(1))
+    logits.sub_(output_counts * params.frequency.unsqueeze(1))
+    logits.sub_((output_counts > 0) * params.presence.unsqueeze(1))
 
 
 def add_bias(logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:

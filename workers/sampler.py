@@ -90,12 +90,14 @@ class Sampler:
         part = logits if len(entries) == len(logits) else logits[index]
         kernels.apply_penalties(
             part,
-            torch.from_numpy(tokens).to(device),
-            torch.from_numpy(batch.num_prompt_tokens[chosen]).to(device),
-            torch.from_numpy(lens).to(device),
-            torch.from_numpy(params.repetition[chosen]).to(device),
-            torch.from_numpy(params.presence[chosen]).to(device),
-            torch.from_numpy(params.frequency[chosen]).to(device),
+            kernels.PenaltyParams(
+                token_ids=torch.from_numpy(tokens).to(device),
+                prompt_lens=torch.from_numpy(batch.num_prompt_tokens[chosen]).to(device),
+                lens=torch.from_numpy(lens).to(device),
+                repetition=torch.from_numpy(params.repetition[chosen]).to(device),
+                presence=torch.from_numpy(params.presence[chosen]).to(device),
+                frequency=torch.from_numpy(params.frequency[chosen]).to(device),
+            ),
         )
         if part is not logits:
             logits[index] = part

@@ -208,12 +208,14 @@ def test_penalties_follow_their_formulas() -> None:
     tokens = torch.tensor([[0, 1, 2, 2, 3], [4, 0, 0, 0, 0]])
     sampling.apply_penalties(
         logits,
-        tokens,
-        prompt_lens=torch.tensor([2, 1]),
-        lens=torch.tensor([5, 1]),
-        repetition=torch.tensor([2.0, 1.0]),
-        presence=torch.tensor([0.25, 9.0]),
-        frequency=torch.tensor([0.5, 9.0]),
+        sampling.PenaltyParams(
+            token_ids=tokens,
+            prompt_lens=torch.tensor([2, 1]),
+            lens=torch.tensor([5, 1]),
+            repetition=torch.tensor([2.0, 1.0]),
+            presence=torch.tensor([0.25, 9.0]),
+            frequency=torch.tensor([0.5, 9.0]),
+        ),
     )
     expected = [1.0, -4.0, 0.5 - 2 * 0.5 - 0.25, 0.25 - 0.5 - 0.25, 3.0]
     torch.testing.assert_close(logits[0], torch.tensor(expected))
@@ -239,3 +241,32 @@ def test_logprobs_are_finite_and_ranked() -> None:
     broken = sampling.logprobs(torch.full((1, 4), float("nan")), torch.tensor([0]), num_top=2)
     assert torch.isfinite(broken.chosen).all()
     assert torch.isfinite(broken.top).all()
+
+
+def test_penalties_and_draws_do_not_depend_on_how_rows_are_cut_into_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = torch.Generator().manual_seed(9)
+    logits = torch.randn(7, 400, generator=generator)
+    penalties = sampling.PenaltyParams(
+        token_ids=torch.randint(400, (7, 30), generator=generator),
+        prompt_lens=torch.full((7,), 10),
+        lens=torch.arange(12, 26, 2),
+        repetition=torch.full((7,), 1.3),
+        presence=torch.full((7,), 0.5),
+        frequency=torch.full((7,), 0.25),
+    )
+    draws = sampling.DrawParams(
+        temperature=torch.full((7,), 0.8),
+        top_k=torch.tensor([0, 5, 0, 90, 0, 0, 1]),
+        top_p=torch.tensor([1.0, 1.0, 0.9, 0.8, 0.99, 1.0, 1.0]),
+        min_p=torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 0.0]),
+        uniforms=torch.rand(7, generator=generator),
+    )
+    found: list[list[int]] = []
+    for piece in (1, 800, 2**18):
+        monkeypatch.setattr(sampling, "_PIECE", piece)
+        penalised = logits.clone()
+        sampling.apply_penalties(penalised, penalties)
+        found.append(sampling.sample(penalised, draws).tolist())
+    assert found[0] == found[1] == found[2]

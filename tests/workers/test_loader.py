@@ -9,6 +9,7 @@ import torch
 from factories import LlamaShape, llama_tensors, make_llama
 from model_driver import all_logits, load_runner, random_prompt
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from pagefleet.workers import loader
 from pagefleet.workers.loader import Checkpoint, CheckpointError, resolve_folder
@@ -238,3 +239,35 @@ def test_float32_weights_are_mapped_not_copied(tmp_path: Path) -> None:
     name = "model.norm.weight"
     first, second = source.tensor(name, (64,)), source.tensor(name, (64,))
     assert first.data_ptr() == second.data_ptr()
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_a_folder_written_by_transformers_is_served(tmp_path: Path, shards: int) -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    config = LlamaConfig(
+        vocab_size=131,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        rope_parameters=rope,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path, max_shard_size="1GB" if shards == 1 else "100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) >= shards
+    prompt = random_prompt(100, 131)
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0]
+    found = all_logits(load_runner(tmp_path), [prompt], 33)[0]
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-4)
