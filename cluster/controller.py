@@ -5,6 +5,7 @@ that the replicas' reports rebuild: after a restart the replicas register again,
 adopted, and it is right again in one round.
 """
 
+import math
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from .replica_view import ReplicaView
 _WATCHDOG_STEPS = 20  # a step may take so many times its usual length before it counts as stuck
 _UNKNOWN_MODEL_RETRY_S = 1.0
 _MAX_REMEMBERED_DEAD = 1024
+DRAIN_S = 30.0  # how long the streams of a draining replica may go on, unless told otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class Controller:
         self._aliases: dict[str, str] = {}
         self._views: dict[str, tuple[ModelPool, ReplicaView]] = {}
         self._dead: dict[tuple[str, str], float] = {}
-        self._drained: set[str] = set()
+        self._drained: dict[str, float] = {}  # replica id → when its streams have to move
         self._entries: dict[str, _Entry] = {}
         self._by_lease: dict[int, str] = {}
         self._gateways: dict[str, _Gateway] = {}
@@ -104,11 +106,11 @@ class Controller:
         if any(view.info.identity != info.identity for view in pool.pool.replicas.values()):
             return ReportReply(fence=True)  # its hashes and its KV mean something else
         view = pool.pool.add(info, card, now)
-        view.draining = info.replica_id in self._drained
+        view.drain(self._drained.get(info.replica_id), now)
         self._views[info.replica_id] = (pool, view)
         for alias in card.aliases:
             self._aliases[alias] = info.model
-        return ReportReply(needs_snapshot=True, draining=view.draining)
+        return view.reply(now, needs_snapshot=True)
 
     def report(self, report: ReplicaReport, now: float) -> ReportReply:
         """Mirror a report; what it set free is given to those who wait."""
@@ -141,17 +143,23 @@ class Controller:
             self._remove(replica_id)
             self._pump(known[0], now)
 
-    def drain(self, replica_id: str, now: float, *, draining: bool = True) -> bool:
-        """No new leases for this replica (or again); False if it is not known."""
+    def drain(
+        self, replica_id: str, now: float, *, draining: bool = True, drain_s: float = DRAIN_S
+    ) -> bool:
+        """No new leases for this replica (or again); False if it is not known.
+
+        drain_s: how long its streams may go on there. Then its leader ends them, and their
+        gateways go on with them elsewhere.
+        """
         known = self._views.get(replica_id)
+        if not draining:
+            self._drained.pop(replica_id, None)
         if known is None:
             return False
         if draining:
-            self._drained.add(replica_id)
-        else:
-            self._drained.discard(replica_id)
-        known[1].draining = draining
-        known[1].refresh(now)
+            until = min(now + drain_s, self._drained.get(replica_id, math.inf))
+            self._drained[replica_id] = until
+        known[1].drain(self._drained.get(replica_id), now)
         self._pump(known[0], now)
         return True
 

@@ -30,7 +30,7 @@ from ..protos.messages import (
     ReserveRequest,
     Ticket,
 )
-from .controller import Controller, ControllerConfig
+from .controller import DRAIN_S, Controller, ControllerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -135,9 +135,11 @@ class ControllerService:
             self._wake_pollers()
 
     @ray.method(concurrency_group="reports")
-    async def drain(self, replica_id: str, draining: bool = True) -> bool:
+    async def drain(self, replica_id: str, draining: bool = True, drain_s: float = DRAIN_S) -> bool:
+        """No new leases; its leader ends once its streams have ended or moved."""
         with self._lock:
-            known = self._controller.drain(replica_id, self._clock(), draining=draining)
+            now = self._clock()
+            known = self._controller.drain(replica_id, now, draining=draining, drain_s=drain_s)
             self._wake_pollers()
         return known
 

@@ -7,6 +7,7 @@ there should be.
 # pyright: reportUnknownArgumentType=false
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar, cast
@@ -27,6 +28,7 @@ from ray.util.scheduling_strategies import (
 
 from ..protos.messages import ReplicaInfo
 from ..workers.config import WorkerConfig
+from ..workers.leader import ReplicaEnd
 from ..workers.parallel import GroupError
 from ..workers.process_identity import ProcessIdentity, kill_for_certain
 from ..workers.rank_worker import RankWorker
@@ -72,12 +74,12 @@ class Replica(Protocol):
         """Place, load, serve, register. Raises ReplicaFailed."""
         ...
 
-    async def wait_ended(self) -> str:
+    async def wait_ended(self) -> ReplicaEnd:
         """Return, with the reason, once it serves no more."""
         ...
 
-    async def drain(self, timeout_s: float) -> bool:
-        """Let its streams finish; False if some are left."""
+    async def drain(self, drain_s: float) -> None:
+        """Let its streams go on for `drain_s`, then move them; it ends once it has none."""
         ...
 
     async def kill(self) -> None:
@@ -145,7 +147,7 @@ class RayReplica:
                     return f"{cause}; {task.result()}"
         return str(cause)
 
-    async def wait_ended(self) -> str:
+    async def wait_ended(self) -> ReplicaEnd:
         """See Replica."""
         assert self._worker is not None, "start() comes first"
         leader = asyncio.create_task(_end_of_leader(self._worker.join.remote()))
@@ -153,17 +155,15 @@ class RayReplica:
             await asyncio.wait({leader, *self._obeying}, return_when=asyncio.FIRST_COMPLETED)
             reasons = [task.result() for task in self._obeying if task.done()]
             lost = next((reason for reason in reasons if reason is not None), None)
-            return await leader if leader.done() or lost is None else lost
+            return await leader if leader.done() or lost is None else ReplicaEnd(lost)
         finally:
             leader.cancel()
 
-    async def drain(self, timeout_s: float) -> bool:
+    async def drain(self, drain_s: float) -> None:
         """See Replica."""
         assert self._worker is not None, "start() comes first"
-        try:
-            return await _result(bool, self._worker.drain.remote(timeout_s))
-        except RayError:
-            return True  # nothing is left to wait for
+        with contextlib.suppress(RayError):  # lost: there is nothing left to drain
+            await cast(Awaitable[None], self._worker.drain.remote(drain_s))
 
     async def kill(self) -> None:
         """See Replica."""
@@ -230,11 +230,11 @@ class RayReplica:
             raise ReplicaFailed(f"{self._spec.replica_id}: pid {process.pid} cannot be ended")
 
 
-async def _end_of_leader(reply: object) -> str:
+async def _end_of_leader(reply: object) -> ReplicaEnd:
     try:
-        return await _result(str, reply)
+        return await _result(ReplicaEnd, reply)
     except RayError as error:
-        return f"its process is lost: {type(error).__name__}"
+        return ReplicaEnd(f"its process is lost: {type(error).__name__}")
 
 
 async def _end_of_rank(rank: int, reply: object) -> str | None:

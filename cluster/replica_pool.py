@@ -72,7 +72,7 @@ class ReplicaPool:
         expected = view.next_sequence
         if expected is not None and report.sequence_number < expected:
             self.counters.stale_reports += 1
-            return ReportReply(draining=view.draining), ()
+            return view.reply(now), ()
         if expected is not None and report.sequence_number > expected:
             self.counters.gaps += 1
             view.needs_snapshot = True
@@ -83,8 +83,7 @@ class ReplicaPool:
             view.drop_grant(record.num_blocks, record.uncached_tokens)
         self._retract(change.ended)
         view.take_report(report, self.leases.promised(view.slot), now)
-        reply = ReportReply(needs_snapshot=view.needs_snapshot, draining=view.draining)
-        return reply, change.ended
+        return view.reply(now, needs_snapshot=view.needs_snapshot), change.ended
 
     def grant(self, record: LeaseRecord, route_hashes: tuple[bytes, ...], now: float) -> None:
         """Book a lease on its replica; its prompt counts as coming to the index."""

@@ -19,6 +19,7 @@ from ..protos.messages import (
     ReplicaReport,
     ReplicaState,
     ReplicaStatus,
+    ReportReply,
 )
 
 FloatArray = NDArray[np.float64]
@@ -79,7 +80,8 @@ class ReplicaView:
     """One incarnation of one replica, as far as reports and grants tell.
 
     granted_*: sums over leases that no report has listed yet. promised_blocks: what accepted
-    leases still may take, by the last report.
+    leases still may take, by the last report. drain_until: when its streams have to move; None
+    where it does not drain, or drains on an earlier controller's order.
     """
 
     info: ReplicaInfo
@@ -88,6 +90,7 @@ class ReplicaView:
     columns: ReplicaColumns
     registered_at: float
     draining: bool = False
+    drain_until: float | None = None
     suspect: bool = False
     dead: bool = False
     report: ReplicaReport | None = None
@@ -146,6 +149,21 @@ class ReplicaView:
         self.reported_at = now
         self.promised_blocks = promised_blocks
         self.suspect = False
+        # so that a controller that was not there when it was told learns of it
+        self.draining |= report.draining
+        self.refresh(now)
+
+    def reply(self, now: float, *, needs_snapshot: bool = False) -> ReportReply:
+        """What its leader is answered."""
+        if self.drain_until is None:
+            return ReportReply(needs_snapshot=needs_snapshot)
+        drain_s = max(0.0, self.drain_until - now)
+        return ReportReply(needs_snapshot=needs_snapshot, draining=True, drain_s=drain_s)
+
+    def drain(self, until: float | None, now: float) -> None:
+        """No more leases, and its streams move at `until`; None = it serves again."""
+        self.draining = until is not None
+        self.drain_until = until
         self.refresh(now)
 
     def add_grant(self, num_blocks: int, uncached_tokens: int, now: float) -> None:

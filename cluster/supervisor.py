@@ -1,39 +1,66 @@
 """Keeping a cluster's replicas alive: each one that ends, or is declared dead, begins again.
 
+    add ─► starting ─► serving ─► ended, or dead ─► killed for certain ─► starting …
+                          └ drain ─► ended ─────────► killed for certain ─► gone for good
+
 Knows replicas as things that start, end and can be killed. Knows nothing of requests; the
-controller, which never creates anything, is asked only whom it has declared dead.
+controller, which never creates anything, is asked only which incarnations are dead or drain.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Protocol, cast
+from dataclasses import dataclass
+from typing import Protocol, TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from ..protos.messages import ReplicaInfo
+from ..protos.messages import ClusterState, ReplicaInfo, ReplicaState
+from ..workers.leader import ReplicaEnd
 from ..workers.process_identity import ProcessIdentity
+from .controller import DRAIN_S
 from .replica import RayReplica, Replica, ReplicaFailed, ReplicaSpec
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
 _MAX_REMEMBERED_DEAD = 1000  # one may be declared dead before its start has returned
+_CALL_TIMEOUT_S = 5.0
+_LATE_S = 2.0  # a drained replica may take so long beyond its time before it is killed
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerView:
+    """What the controller says of incarnations.
+
+    dead: declared so since the last look. known: those that report. draining: those of them that
+    are to go.
+    """
+
+    dead: frozenset[str] = frozenset()
+    known: frozenset[str] = frozenset()
+    draining: frozenset[str] = frozenset()
 
 
 class ControllerNotices(Protocol):
     """What a supervisor asks of, and tells, the controller."""
 
-    async def take_dead(self) -> frozenset[str]:
-        """Incarnations declared dead since the last call."""
+    async def look(self) -> ControllerView | None:
+        """Its view; None while it cannot be reached."""
         ...
 
-    async def replica_draining(self, info: ReplicaInfo) -> None:
-        """This incarnation is to get no new requests."""
+    async def replica_wanted(self, replica_id: str) -> None:
+        """A replica of this id will serve, whatever became of an earlier one."""
+        ...
+
+    async def replica_draining(self, info: ReplicaInfo, drain_s: float) -> None:
+        """This incarnation is to get no new requests, and its streams move after `drain_s`."""
         ...
 
     async def replica_gone(self, info: ReplicaInfo) -> None:
@@ -42,10 +69,16 @@ class ControllerNotices(Protocol):
 
 
 class _Keeper:
-    """One replica over its incarnations. `info` stands only while one serves."""
+    """One replica over its incarnations.
+
+    info: stands only while one serves. leaving: none is to follow this one. missing_since: from
+    when on the controller, asked, did not know the incarnation that serves.
+    """
 
     def __init__(self, spec: ReplicaSpec) -> None:
         self.spec = spec
+        self.leaving = False
+        self.missing_since: float | None = None
         self.replica: Replica | None = None
         self.info: ReplicaInfo | None = None
         self.declared_dead = asyncio.Event()
@@ -57,7 +90,9 @@ class Supervisor:
 
     Args:
         create: makes one incarnation of a replica, not started.
-        poll_s: how often the controller is asked for the dead.
+        poll_s: how often the controller is asked.
+        missing_s: one that the controller does not know for so long cannot serve, and is replaced:
+            frozen while the controller restarted, it is not even declared dead.
         backoff_s: pause after a failed start; doubles up to `max_backoff_s`.
     """
 
@@ -68,6 +103,8 @@ class Supervisor:
         notices: ControllerNotices,
         *,
         poll_s: float = 1.0,
+        missing_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
         backoff_s: float = 1.0,
         max_backoff_s: float = 30.0,
         start_timeout_s: float = 1800.0,
@@ -76,20 +113,37 @@ class Supervisor:
         self._create = create
         self._notices = notices
         self._poll_s = poll_s
+        self._missing_s = missing_s
+        self._clock = clock
         self._backoff_s = backoff_s
         self._max_backoff_s = max_backoff_s
         self._start_timeout_s = start_timeout_s
         self._dead: dict[str, None] = {}  # incarnations, oldest first
-        self._keepers: list[_Keeper] = []
-        self._tasks: list[asyncio.Task[None]] = []
+        self._keepers: dict[_Keeper, asyncio.Task[None]] = {}
+        self._watcher: asyncio.Task[None] | None = None
         self.num_restarts = 0
 
     async def start(self) -> tuple[ReplicaInfo, ...]:
         """Start every replica; raises ReplicaFailed if one cannot be started at first."""
-        self._keepers = [_Keeper(spec) for spec in self._specs]
-        self._tasks = [asyncio.create_task(self._keep(keeper)) for keeper in self._keepers]
-        self._tasks.append(asyncio.create_task(self._watch_for_dead()))
-        return tuple(await asyncio.gather(*(keeper.first_start for keeper in self._keepers)))
+        self._watcher = asyncio.create_task(self._watch())
+        keepers = [self._add(spec) for spec in self._specs]
+        return tuple(await asyncio.gather(*(keeper.first_start for keeper in keepers)))
+
+    async def add(self, spec: ReplicaSpec) -> ReplicaInfo:
+        """One more replica, from now on kept as the others are; raises ReplicaFailed."""
+        if any(keeper.spec.replica_id == spec.replica_id for keeper in self._keepers):
+            raise ReplicaFailed(f"{spec.replica_id} is there already")
+        keeper = self._add(spec)
+        await self._notices.replica_wanted(spec.replica_id)
+        return await keeper.first_start
+
+    async def drain(self, replica_id: str, drain_s: float) -> bool:
+        """Let a replica go once its streams have ended or moved; False if there is none."""
+        for keeper in list(self._keepers):
+            if keeper.spec.replica_id == replica_id:
+                await self._drain(keeper, drain_s)
+                return True
+        return False
 
     def infos(self) -> tuple[ReplicaInfo, ...]:
         """The incarnations that serve now."""
@@ -105,16 +159,39 @@ class Supervisor:
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Let streams finish for up to `drain_s`, then end every replica for certain."""
-        if drain_s > 0.0:
-            await asyncio.gather(*(self._drain(keeper, drain_s) for keeper in self._keepers))
-        for task in self._tasks:
+        tasks = list(self._keepers.values())
+        if drain_s > 0.0 and tasks:
+            await asyncio.gather(*(self._drain(keeper, drain_s) for keeper in list(self._keepers)))
+            await asyncio.wait(tasks, timeout=drain_s + _LATE_S)
+        if self._watcher is not None:
+            tasks.append(self._watcher)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _add(self, spec: ReplicaSpec) -> _Keeper:
+        keeper = _Keeper(spec)
+        task = self._keepers[keeper] = asyncio.create_task(self._keep(keeper))
+        task.add_done_callback(lambda _: self._forget(keeper))
+        return keeper
+
+    def _forget(self, keeper: _Keeper) -> None:
+        del self._keepers[keeper]
+        if not keeper.first_start.done():
+            problem = f"{keeper.spec.replica_id} was ended before it served"
+            keeper.first_start.set_exception(ReplicaFailed(problem))
+            keeper.first_start.exception()  # nobody has to be waiting for it
 
     async def _drain(self, keeper: _Keeper, drain_s: float) -> None:
-        if keeper.replica is not None and keeper.info is not None:
-            await self._notices.replica_draining(keeper.info)
-            await keeper.replica.drain(drain_s)
+        keeper.leaving = True
+        if keeper.replica is None or keeper.info is None:
+            self._keepers[keeper].cancel()  # it serves nobody
+            return
+        await self._notices.replica_draining(keeper.info, drain_s)
+        # The controller tells the leader too; it may be away. A leader that does not hear is
+        # frozen, and its end is the watchdog's affair.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(keeper.replica.drain(drain_s), _CALL_TIMEOUT_S)
 
     async def _keep(self, keeper: _Keeper) -> None:
         """One incarnation after the other."""
@@ -125,6 +202,8 @@ class Supervisor:
                 served = await self._live(keeper, replica)
             finally:
                 await _to_the_end(self._bury(keeper, replica))
+            if keeper.leaving:
+                return
             if served:
                 backoff_s = self._backoff_s
             else:
@@ -144,17 +223,19 @@ class Supervisor:
             if not keeper.first_start.done():
                 keeper.first_start.set_exception(error)
             return False
-        keeper.info = info
+        keeper.info, keeper.missing_since = info, None
         keeper.declared_dead.clear()
         if not keeper.first_start.done():
             keeper.first_start.set_result(info)
-        reason = await _first(replica.wait_ended(), self._declared_dead(keeper))
-        logger.warning("replica %s ended: %s", keeper.spec.replica_id, reason)
+        end = await _first(replica.wait_ended(), self._declared_dead(keeper))
+        keeper.leaving |= end.drained
+        level = logging.INFO if end.drained else logging.WARNING
+        logger.log(level, "replica %s ended: %s", keeper.spec.replica_id, end.reason)
         return True
 
-    async def _declared_dead(self, keeper: _Keeper) -> str:
+    async def _declared_dead(self, keeper: _Keeper) -> ReplicaEnd:
         await keeper.declared_dead.wait()
-        return "declared dead by the controller"
+        return ReplicaEnd("dead or unknown to the controller")
 
     async def _bury(self, keeper: _Keeper, replica: Replica) -> None:
         """Its device must not be used again before its processes are gone."""
@@ -169,21 +250,34 @@ class Supervisor:
         if info is not None:
             await self._notices.replica_gone(info)
 
-    async def _watch_for_dead(self) -> None:
+    async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self._poll_s)
-            for incarnation in await self._notices.take_dead():
+            view = await self._notices.look()
+            for incarnation in view.dead if view else ():
                 self._dead[incarnation] = None
                 while len(self._dead) > _MAX_REMEMBERED_DEAD:
                     del self._dead[next(iter(self._dead))]
             for keeper in self._keepers:
-                if keeper.info is not None and keeper.info.incarnation in self._dead:
-                    keeper.declared_dead.set()
+                if keeper.info is not None:
+                    self._heed(keeper, keeper.info.incarnation, view)
+
+    def _heed(self, keeper: _Keeper, incarnation: str, view: ControllerView | None) -> None:
+        now = self._clock()
+        if view is None or incarnation in view.known:
+            keeper.missing_since = None
+        elif keeper.missing_since is None:
+            keeper.missing_since = now
+        if view is not None:
+            keeper.leaving |= incarnation in view.draining
+        missing_s = 0.0 if keeper.missing_since is None else now - keeper.missing_since
+        if incarnation in self._dead or missing_s > self._missing_s:
+            keeper.declared_dead.set()
 
 
-async def _first(*reasons: Coroutine[object, object, str]) -> str:
-    """The answer of whichever ends first; the others are cancelled."""
-    tasks = [asyncio.create_task(reason) for reason in reasons]
+async def _first(*ends: Coroutine[object, object, ReplicaEnd]) -> ReplicaEnd:
+    """The answer of whichever comes first; the others are cancelled."""
+    tasks = [asyncio.create_task(end) for end in ends]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return done.pop().result()
@@ -208,26 +302,36 @@ class RayControllerNotices:
     def __init__(self, controller: "ActorHandle[object]") -> None:
         self._controller = controller
 
-    async def take_dead(self) -> frozenset[str]:
+    async def look(self) -> ControllerView | None:
         """See ControllerNotices."""
-        call = self._controller.dead_replicas.remote()
         try:
-            dead = await cast(Awaitable[tuple[ReplicaInfo, ...]], call)
-        except RayError:
-            return frozenset()
-        return frozenset(info.incarnation for info in dead)
+            state = await _answer(ClusterState, self._controller.cluster_state.remote())
+            dead = await _answer(tuple, self._controller.dead_replicas.remote())
+        except (RayError, TimeoutError):
+            return None
+        replicas = state.replicas
+        draining = [status for status in replicas if status.state is ReplicaState.DRAINING]
+        return ControllerView(
+            frozenset(info.incarnation for info in cast("tuple[ReplicaInfo, ...]", dead)),
+            frozenset(status.incarnation for status in replicas),
+            frozenset(status.incarnation for status in draining),
+        )
 
-    async def replica_draining(self, info: ReplicaInfo) -> None:
+    async def replica_wanted(self, replica_id: str) -> None:
         """See ControllerNotices."""
-        call = self._controller.drain.remote(info.replica_id)
-        with contextlib.suppress(RayError):
-            await cast(Awaitable[bool], call)
+        await self._tell(self._controller.drain.remote(replica_id, False))
+
+    async def replica_draining(self, info: ReplicaInfo, drain_s: float) -> None:
+        """See ControllerNotices."""
+        await self._tell(self._controller.drain.remote(info.replica_id, True, drain_s))
 
     async def replica_gone(self, info: ReplicaInfo) -> None:
         """See ControllerNotices."""
-        call = self._controller.declare_dead.remote(info.replica_id)
-        with contextlib.suppress(RayError):
-            await cast(Awaitable[None], call)
+        await self._tell(self._controller.declare_dead.remote(info.replica_id))
+
+    async def _tell(self, reply: object) -> None:
+        with contextlib.suppress(RayError, TimeoutError):
+            await asyncio.wait_for(cast(Awaitable[object], reply), _CALL_TIMEOUT_S)
 
 
 class SupervisorActor:
@@ -242,6 +346,14 @@ class SupervisorActor:
     async def start(self) -> tuple[ReplicaInfo, ...]:
         """Start every replica; raises ReplicaFailed if one cannot be started."""
         return await self._supervisor.start()
+
+    async def add(self, spec: ReplicaSpec) -> ReplicaInfo:
+        """Start one more replica; raises ReplicaFailed."""
+        return await self._supervisor.add(spec)
+
+    async def drain(self, replica_id: str, drain_s: float = DRAIN_S) -> bool:
+        """Let a replica go once its streams have ended or moved; False if there is none."""
+        return await self._supervisor.drain(replica_id, drain_s)
 
     async def infos(self) -> tuple[ReplicaInfo, ...]:
         """The incarnations that serve now."""
@@ -258,6 +370,12 @@ class SupervisorActor:
     async def stop(self, drain_s: float = 0.0) -> None:
         """Let streams finish for up to `drain_s`, then end every replica for certain."""
         await self._supervisor.stop(drain_s)
+
+
+async def _answer(kind: type[T], reply: object) -> T:
+    answer = await asyncio.wait_for(cast(Awaitable[object], reply), _CALL_TIMEOUT_S)
+    assert isinstance(answer, kind), f"expected {kind}, got {answer!r}"
+    return answer
 
 
 def create_supervisor(

@@ -230,7 +230,8 @@ class ReplicaReport:
     snapshot. digest_*: XOR of all resident route hashes of the tier, as an int.
     steps_done: moves each step, and each second when idle: the watchdog's pulse.
     leases: every accepted, unfinished lease. finished_leases: since the last report.
-    finished_output_tokens: what each of them generated, same order; empty = not counted.
+    finished_output_tokens: lengths of the samples that ended by themselves since the last report.
+    draining: it takes no more requests and ends once it is empty.
     hit_tokens / query_tokens: prompt tokens found cached / looked up, over the incarnation.
     """
 
@@ -257,16 +258,21 @@ class ReplicaReport:
     hit_tokens: int = 0
     query_tokens: int = 0
     finished_output_tokens: tuple[int, ...] = ()
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ReportReply:
-    """Controller → leader. `unknown` = register again (the controller restarted)."""
+    """Controller → leader. `unknown` = register again (the controller restarted).
+
+    drain_s: with `draining`, how long streams may go on here before they must go on elsewhere.
+    """
 
     unknown: bool = False
     needs_snapshot: bool = False
     draining: bool = False
     fence: bool = False  # declared dead: stop serving at once
+    drain_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

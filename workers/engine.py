@@ -19,7 +19,7 @@ from functools import partial
 from typing import TypeVar
 
 from ..protos.errors import InternalError, InvalidArgument, PagefleetError, Unavailable
-from ..protos.messages import EngineRequest, SequenceDelta
+from ..protos.messages import EngineRequest, FinishReason, SequenceDelta
 from ..scheduler.output import CopyDone, ModelRunnerOutput, SchedulerOutput
 from ..scheduler.scheduler import Scheduler
 from .executor import Executor
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _POLL_S = 0.001  # between looks at copies in flight while no step can run
+_NATURAL_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 _COPY_TIMEOUT_S = 10.0  # a copy within this host that takes longer means a broken device
 
 
@@ -84,6 +85,7 @@ class Engine:
         self._state = threading.Condition(threading.RLock())
         self._commands: deque[_Command] = deque()
         self._requests: dict[str, LiveRequest] = {}
+        self._output_lengths: list[int] = []  # of samples that ended by themselves
         self._refusal: Unavailable | None = None  # why nothing more is accepted
         self._stopping = False
         self._ended = False
@@ -154,6 +156,17 @@ class Engine:
         """Wait for the last request to end; False if some are left after `timeout_s`."""
         with self._state:
             return self._state.wait_for(lambda: not self._requests, timeout_s)
+
+    def give_up(self, error: Unavailable) -> None:
+        """End every request with `error`; its gateway goes on with it elsewhere."""
+        with self._state:
+            self._post(_Command(partial(self._give_up, error)))
+
+    def take_output_lengths(self) -> tuple[int, ...]:
+        """Tokens of each sample that ended by itself since the last call."""
+        with self._state:
+            lengths, self._output_lengths = tuple(self._output_lengths), []
+        return lengths
 
     def shutdown(self, timeout_s: float | None = None) -> None:
         """End the loop after the step it is in; what is unfinished ends as Unavailable."""
@@ -302,6 +315,13 @@ class Engine:
             self._scheduler.abort_request(request_key)
             self._deliver(live.error_deltas(error))
 
+    def _give_up(self, error: Unavailable) -> None:
+        with self._state:
+            given_up = list(self._requests.values())
+        for live in given_up:
+            self._scheduler.abort_request(live.request.request_key)
+        self._deliver([delta for live in given_up for delta in live.error_deltas(error)])
+
     def _run_call(self, function: Callable[[Scheduler], T], future: Future[T]) -> None:
         if not future.set_running_or_notify_cancel():
             return
@@ -321,6 +341,8 @@ class Engine:
                 if live is None or delta.index not in live.num_sent:
                     continue
                 live.note(delta)
+                if delta.finish_reason in _NATURAL_ENDS and delta.usage is not None:
+                    self._output_lengths.append(delta.usage.completion_tokens)
                 if not live.num_sent:
                     del self._requests[delta.request_key]
                 groups.setdefault(live.sink, []).append(delta)

@@ -4,15 +4,18 @@ threads:  engine (steps) · loop (gateway streams, reports) · whoever calls `Le
 """
 # pyright: reportPrivateImportUsage=false
 
+import asyncio
 import contextlib
 import logging
 import secrets
 import threading
 from dataclasses import dataclass, replace
+from functools import partial
 from uuid import uuid4
 
 from torch.distributed import TCPStore
 
+from ..protos.errors import Unavailable
 from ..protos.messages import CacheIdentity, ModelCard, ReplicaInfo
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.stats import SchedulerStats
@@ -27,6 +30,16 @@ from .reporter import ControllerLink, Reporter
 from .step_times import StepTimes
 
 logger = logging.getLogger(__name__)
+
+_DRAIN_SLACK_S = 1.0  # the same order again is no shorter one
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaEnd:
+    """Why an incarnation serves no more. drained: on purpose, so that none has to follow it."""
+
+    reason: str
+    drained: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +116,9 @@ class Leader:
     ) -> None:
         self._engine = loaded.engine
         self._ended = threading.Event()
-        self._end_reason = ""
+        self._end_reason = ReplicaEnd("")
+        self._drain_until: float | None = None
+        self._drain_timer: asyncio.TimerHandle | None = None
         self._closing = threading.Lock()
         self._is_closed = False
         incarnation, stream_secret = uuid4().hex, secrets.token_hex(32)
@@ -130,7 +145,12 @@ class Leader:
             memory=loaded.runner.partition.text,
         )
         self._reporter = Reporter(
-            self._engine, link, self.info, model_card(model, loaded), on_fence=self._on_fence
+            self._engine,
+            link,
+            self.info,
+            model_card(model, loaded),
+            on_fence=self._on_fence,
+            on_drain=self._drain,
         )
         self._engine.start(self._on_change)
         self._loop.submit(self._report_first()).result()
@@ -144,12 +164,12 @@ class Leader:
         """Drop every cached block on every tier; answers how many there were."""
         return self._engine.call(Scheduler.reset_prefix_cache).result()
 
-    def drain(self, timeout_s: float | None = None) -> bool:
-        """Take no new requests and wait for the last to end; False if some are left."""
-        self._engine.stop_accepting("the replica is draining")
-        return self._engine.wait_until_empty(timeout_s)
+    def drain(self, drain_s: float) -> None:
+        """Take no new requests, let streams go on for `drain_s`, then end them, and it."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended already
+            self._loop.loop.call_soon_threadsafe(self._drain, drain_s)
 
-    def wait_ended(self) -> str:
+    def wait_ended(self) -> ReplicaEnd:
         """Wait until this incarnation can serve no more; answers why."""
         self._ended.wait()
         return self._end_reason
@@ -176,11 +196,32 @@ class Leader:
         elif not self._reporter.has_changes:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody to tell
                 self._loop.loop.call_soon_threadsafe(self._reporter.notice_change)
+        self._end_if_drained()
 
     def _on_fence(self) -> None:
         self._end("declared dead by the controller")
 
-    def _end(self, reason: str) -> None:
+    def _drain(self, drain_s: float) -> None:
+        """On the loop. Each further order may only shorten the time."""
+        loop = self._loop.loop
+        until = loop.time() + drain_s
+        if self._drain_until is not None and until >= self._drain_until - _DRAIN_SLACK_S:
+            return
+        if self._drain_timer is not None:
+            self._drain_timer.cancel()
+        self._engine.stop_accepting("the replica is draining")
+        self._drain_until = until
+        move = partial(self._engine.give_up, Unavailable("moved: the replica is draining"))
+        self._drain_timer = loop.call_later(drain_s, move)
+        self._reporter.is_draining = True
+        self._reporter.notice_change()
+        self._end_if_drained()
+
+    def _end_if_drained(self) -> None:
+        if self._drain_until is not None and self._engine.num_requests == 0:
+            self._end("drained", drained=True)
+
+    def _end(self, reason: str, *, drained: bool = False) -> None:
         if not self._ended.is_set():
-            self._end_reason = reason
+            self._end_reason = ReplicaEnd(reason, drained)
             self._ended.set()

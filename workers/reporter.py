@@ -6,7 +6,8 @@ nothing about blocks.
 
     change ─► wait until 50 ms after the last report ─► take stats between two steps ─► report
     reply:  unknown ─► register, then a snapshot     needs_snapshot ─► a snapshot
-            fence   ─► the leader stops serving      lost           ─► again, after a pause
+            fence   ─► the leader stops serving      draining       ─► it ends once it is empty
+            lost    ─► again, after a pause
 """
 
 import asyncio
@@ -63,6 +64,10 @@ class ReportedEngine(Protocol):
         """Run `function` between two steps."""
         ...
 
+    def take_output_lengths(self) -> tuple[int, ...]:
+        """Tokens of each sample that ended by itself since the last call."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
@@ -79,6 +84,8 @@ class Reporter:
 
     Args:
         on_fence: called when the controller has declared this incarnation dead.
+        on_drain: called, with each reply that says so, when this replica has to go, and with the
+            seconds its streams may still take.
         min_interval_s, max_interval_s: between reports while things change, and while they do not.
         retry_s: pause after a call that failed.
     """
@@ -91,6 +98,7 @@ class Reporter:
         card: ModelCard,
         *,
         on_fence: Callable[[], None],
+        on_drain: Callable[[float], None],
         clock: Callable[[], float] = time.monotonic,
         min_interval_s: float = 0.05,
         max_interval_s: float = 1.0,
@@ -101,6 +109,7 @@ class Reporter:
         self._info = info
         self._card = card
         self._on_fence = on_fence
+        self._on_drain = on_drain
         self._clock = clock
         self._min_interval_s = min_interval_s
         self._max_interval_s = max_interval_s
@@ -114,6 +123,7 @@ class Reporter:
         self._taking: asyncio.Future[_Taken] | None = None
         self._last_taken: _Taken | None = None
         self._unconfirmed_leases: tuple[int, ...] = ()
+        self.is_draining = False
         self.num_failed_calls = 0
 
     @property
@@ -219,6 +229,9 @@ class Reporter:
             is_snapshot=taken.is_snapshot,
             hit_tokens=stats.hit_tokens,
             query_tokens=stats.query_tokens,
+            # statistics: told once, and no harm if it is lost
+            finished_output_tokens=self._engine.take_output_lengths(),
+            draining=self.is_draining,
         )
 
     # -- calls and their replies -------------------------------------------------------------
@@ -240,6 +253,8 @@ class Reporter:
     def _obey(self, reply: ReportReply) -> None:
         if reply.fence:
             self._on_fence()
+        elif reply.draining:
+            self._on_drain(reply.drain_s)
         if reply.unknown:
             self._is_registered = False
         if reply.needs_snapshot or reply.unknown:

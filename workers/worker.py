@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 from ..protos.messages import ModelCard, ReplicaInfo, ReplicaReport, ReportReply
 from ..scheduler.stats import SchedulerStats
 from .config import WorkerConfig
-from .leader import Leader, load_engine
+from .leader import Leader, ReplicaEnd, load_engine
 from .process_identity import ProcessIdentity, this_process
 from .rendezvous import RankSpec, open_group
 from .reporter import ControllerUnreachable
@@ -110,20 +110,20 @@ class Worker:
         gc.freeze()
         return self._leader.info
 
-    def join(self) -> str:
+    def join(self) -> ReplicaEnd:
         """Block until this incarnation can serve no more; answers why."""
         leader = self._serving()
-        reason = leader.wait_ended()
-        leader.close(reason)
-        return reason
+        end = leader.wait_ended()
+        leader.close(end.reason)
+        return end
 
     def stats(self) -> SchedulerStats:
         """Blocks, queue, leases: the scheduler's numbers now."""
         return self._serving().stats()
 
-    def drain(self, timeout_s: float | None = None) -> bool:
-        """Take no new requests and wait for the last to end; False if some are left."""
-        return self._serving().drain(timeout_s)
+    def drain(self, drain_s: float) -> None:
+        """Take no new requests; `join` returns once the last has ended or moved."""
+        self._serving().drain(drain_s)
 
     def reset_prefix_cache(self) -> int:
         """Drop every cached block; answers how many there were."""

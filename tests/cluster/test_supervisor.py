@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from pagefleet.cluster.replica import ReplicaFailed, ReplicaSpec
-from pagefleet.cluster.supervisor import Supervisor
+from pagefleet.cluster.supervisor import ControllerView, Supervisor
 from pagefleet.protos.messages import CacheIdentity, ReplicaInfo
 from pagefleet.workers.config import WorkerConfig
+from pagefleet.workers.leader import ReplicaEnd
 from pagefleet.workers.process_identity import ProcessIdentity
 
 WAIT_S = 20.0
@@ -32,6 +33,7 @@ class FakeReplica:
     kill_errors: list[Exception] = field(default_factory=list)
     starts: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    drained: bool = False
 
     @property
     def process(self) -> ProcessIdentity:
@@ -44,13 +46,14 @@ class FakeReplica:
             raise self.start_error
         return self.info
 
-    async def wait_ended(self) -> str:
+    async def wait_ended(self) -> ReplicaEnd:
         await self.ended.wait()
-        return "its process is lost"
+        return ReplicaEnd("its process is lost", drained=self.drained)
 
-    async def drain(self, timeout_s: float) -> bool:
+    async def drain(self, drain_s: float) -> None:
         self.events.append(f"drain {self.info.incarnation}")
-        return True
+        self.drained = True
+        self.ended.set()
 
     async def kill(self) -> None:
         if self.kill_errors:
@@ -65,7 +68,9 @@ class Fleet:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.created: list[FakeReplica] = []
-        self.dead: set[str] = set()
+        self.view: ControllerView | None = None
+        self.now = 100.0
+        self.num_looks = 0
         self.prepare: Callable[[FakeReplica], None] = lambda replica: replica.starts.set()
         self._changed = asyncio.Event()
 
@@ -78,11 +83,21 @@ class Fleet:
         self._changed.set()
         return replica
 
-    async def take_dead(self) -> frozenset[str]:
-        dead, self.dead = frozenset(self.dead), set()
-        return dead
+    async def look(self) -> ControllerView | None:
+        self.num_looks += 1
+        return self.view
 
-    async def replica_draining(self, info: ReplicaInfo) -> None:
+    async def wait_looks(self, number: int) -> None:
+        """Wait until the supervisor has looked so often again, and has drawn its conclusions."""
+        target = self.num_looks + number + 1
+        async with asyncio.timeout(WAIT_S):
+            while self.num_looks < target:
+                await asyncio.sleep(0)
+
+    async def replica_wanted(self, replica_id: str) -> None:
+        self.events.append(f"wanted {replica_id}")
+
+    async def replica_draining(self, info: ReplicaInfo, drain_s: float) -> None:
         self.events.append(f"draining {info.incarnation}")
 
     async def replica_gone(self, info: ReplicaInfo) -> None:
@@ -107,7 +122,7 @@ async def make_supervisor(fleet: Fleet) -> AsyncIterator[Callable[..., Superviso
 
     def make(*replica_ids: str, **options: float) -> Supervisor:
         specs = [ReplicaSpec(name, "m", WorkerConfig("folder")) for name in replica_ids]
-        timing = {"poll_s": 0.001, "backoff_s": 0.001, **options}
+        timing = {"poll_s": 0.001, "backoff_s": 0.001, "clock": lambda: fleet.now, **options}
         supervisors.append(Supervisor(specs, fleet.create, fleet, **timing))
         return supervisors[-1]
 
@@ -151,7 +166,7 @@ async def test_a_frozen_replica_is_replaced_when_the_controller_says_it_is_dead(
 ) -> None:
     supervisor = make_supervisor("a")
     await supervisor.start()
-    fleet.dead = {"a.0", "of another cluster"}
+    fleet.view = ControllerView(dead=frozenset({"a.0", "of another cluster"}))
     replacement = await fleet.wait_created(2)
     assert replacement.info.incarnation == "a.1"
     assert "kill a.0" in fleet.events
@@ -164,13 +179,81 @@ async def test_one_declared_dead_before_its_start_returned_is_replaced(
     supervisor = make_supervisor("a")
     starting = asyncio.create_task(supervisor.start())
     first = await fleet.wait_created(1)
-    fleet.dead = {"a.0"}
-    while fleet.dead:
-        await asyncio.sleep(0)
+    fleet.view = ControllerView(dead=frozenset({"a.0"}))
+    await fleet.wait_looks(1)
+    fleet.view = None
     fleet.prepare = lambda replica: replica.starts.set()
     first.starts.set()
     await starting
     await fleet.wait_created(2)
+
+
+async def test_one_that_the_controller_does_not_know_is_replaced(
+    fleet: Fleet, make_supervisor: MakeSupervisor
+) -> None:
+    """Frozen while the controller restarted: it never registers, so nobody declares it dead."""
+    supervisor = make_supervisor("a", "b", missing_s=10.0)
+    await supervisor.start()
+    fleet.view = ControllerView(known=frozenset({"b.0"}))
+    await fleet.wait_looks(2)
+    fleet.now += 9.0
+    fleet.view = None  # while the controller is away nobody is missing
+    await fleet.wait_looks(2)
+    fleet.view = ControllerView(known=frozenset({"b.0"}))
+    await fleet.wait_looks(2)
+    fleet.now += 9.0
+    await fleet.wait_looks(2)
+    assert len(fleet.created) == 2
+    fleet.now += 2.0
+    assert (await fleet.wait_created(3)).info.incarnation == "a.1"
+
+
+async def test_a_drained_replica_goes_for_good(
+    fleet: Fleet, make_supervisor: MakeSupervisor
+) -> None:
+    supervisor = make_supervisor("a", "b")
+    await supervisor.start()
+    assert await supervisor.drain("a", 30.0)
+    while "gone a.0" not in fleet.events:
+        await asyncio.sleep(0)
+    while await supervisor.drain("a", 30.0):
+        await asyncio.sleep(0)  # its keeper has still to look around once
+    assert [info.incarnation for info in supervisor.infos()] == ["b.0"]
+    mine = [event for event in fleet.events if " a." in event]
+    assert mine == ["start a.0", "draining a.0", "drain a.0", "kill a.0", "gone a.0"]
+    assert supervisor.num_restarts == 0
+
+
+async def test_one_that_the_controller_drains_is_not_rebuilt_when_it_dies(
+    fleet: Fleet, make_supervisor: MakeSupervisor
+) -> None:
+    supervisor = make_supervisor("a", "b")
+    await supervisor.start()
+    known = frozenset({"a.0", "b.0"})
+    fleet.view = ControllerView(known=known, draining=frozenset({"a.0"}))
+    await fleet.wait_looks(2)
+    fleet.created[0].ended.set()
+    while "gone a.0" not in fleet.events:
+        await asyncio.sleep(0)
+    assert await supervisor.add(ReplicaSpec("c", "m", WorkerConfig("folder")))
+    assert [replica.info.incarnation for replica in fleet.created] == ["a.0", "b.0", "c.0"]
+
+
+async def test_draining_one_that_does_not_serve_yet_ends_it(
+    fleet: Fleet, make_supervisor: MakeSupervisor
+) -> None:
+    supervisor = make_supervisor("a")
+    await supervisor.start()
+    fleet.prepare = lambda replica: None
+    adding = asyncio.create_task(supervisor.add(ReplicaSpec("b", "m", WorkerConfig("folder"))))
+    await fleet.wait_created(2)
+    with pytest.raises(ReplicaFailed, match="already"):
+        await supervisor.add(ReplicaSpec("b", "m", WorkerConfig("folder")))
+    assert await supervisor.drain("b", 30.0)
+    with pytest.raises(ReplicaFailed, match="before it served"):
+        await adding
+    assert "kill b.0" in fleet.events
+    assert "gone b.0" not in fleet.events, "the controller never knew it"
 
 
 async def test_a_first_start_that_fails_is_told_and_tried_again(

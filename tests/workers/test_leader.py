@@ -21,7 +21,7 @@ from pagefleet.protos.messages import (
 )
 from pagefleet.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from pagefleet.workers.config import WorkerConfig
-from pagefleet.workers.leader import Leader, LoadedEngine, load_engine
+from pagefleet.workers.leader import Leader, LoadedEngine, ReplicaEnd, load_engine
 
 WAIT_S = 60.0
 
@@ -132,17 +132,54 @@ async def test_what_became_resident_is_reported_soon(bench: Bench) -> None:
 async def test_drains(bench: Bench) -> None:
     stream = bench.submit("a")
     await stream.next_deltas()
-    draining = asyncio.create_task(asyncio.to_thread(bench.leader.drain, WAIT_S))
-    await bench.read(stream)
-    assert await draining
+    bench.leader.drain(WAIT_S)
     (end,) = await bench.read(bench.submit("late"))
     assert end.error_class == "Unavailable"
+    deltas = await bench.read(stream)
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    ended = await asyncio.wait_for(asyncio.to_thread(bench.leader.wait_ended), WAIT_S)
+    assert ended == ReplicaEnd("drained", drained=True)
+
+
+async def test_an_empty_replica_drains_at_once(bench: Bench) -> None:
+    bench.controller.reply = ReportReply(draining=True, drain_s=WAIT_S)
+    ended = await asyncio.wait_for(asyncio.to_thread(bench.leader.wait_ended), WAIT_S)
+    assert ended.drained
+
+
+async def test_streams_that_outlast_the_drain_are_moved(bench: Bench) -> None:
+    stream = bench.submit("a", max_tokens=500)
+    await stream.next_deltas()
+    bench.controller.reply = ReportReply(draining=True, drain_s=WAIT_S)
+    await asyncio.to_thread(bench.controller.wait_for, len(bench.controller.reports) + 2)
+    assert bench.leader.stats().num_running == 1
+    bench.leader.drain(0.0)  # a later order may be stricter
+    end = (await bench.read(stream))[-1]
+    assert (end.error_class, end.error) == ("Unavailable", "moved: the replica is draining")
+    ended = await asyncio.wait_for(asyncio.to_thread(bench.leader.wait_ended), WAIT_S)
+    assert ended.drained
+    assert bench.leader.stats().device.referenced == 0
+
+
+async def test_output_lengths_are_reported(bench: Bench) -> None:
+    await bench.read(bench.submit("a", max_tokens=7))
+    cancelled = bench.submit("b", max_tokens=500)
+    await cancelled.next_deltas()
+    cancelled.close(cancel=True)
+    await bench.read(bench.submit("c", max_tokens=9))
+    while True:
+        reports = list(bench.controller.reports)
+        lengths = [length for report in reports for length in report.finished_output_tokens]
+        if len(lengths) >= 2:
+            break
+        await asyncio.to_thread(bench.controller.wait_for, len(reports) + 1)
+    assert lengths == [7, 9]
 
 
 async def test_a_fence_ends_it(bench: Bench) -> None:
     bench.controller.reply = ReportReply(fence=True)
-    reason = await asyncio.wait_for(asyncio.to_thread(bench.leader.wait_ended), WAIT_S)
-    assert "declared dead" in reason
+    ended = await asyncio.wait_for(asyncio.to_thread(bench.leader.wait_ended), WAIT_S)
+    assert "declared dead" in ended.reason
     await asyncio.to_thread(bench.leader.close)
     with pytest.raises(ReplicaLost):
         await bench.read(bench.submit("late"))
@@ -160,5 +197,6 @@ async def test_a_step_that_breaks_ends_it(
     monkeypatch.setattr(loaded.runner, "execute", break_down)
     end = (await bench.read(stream))[-1]
     assert (end.finish_reason, end.error_class) == (FinishReason.ERROR, "Unavailable")
-    reason = await asyncio.wait_for(asyncio.to_thread(bench.leader.wait_ended), WAIT_S)
-    assert "device lost" in reason
+    ended = await asyncio.wait_for(asyncio.to_thread(bench.leader.wait_ended), WAIT_S)
+    assert "device lost" in ended.reason
+    assert not ended.drained

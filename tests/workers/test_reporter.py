@@ -32,6 +32,7 @@ class FakeEngine:
         self.step_times = StepTimes(0.02)
         self.is_busy = False
         self.has_ended = False
+        self.output_lengths: tuple[int, ...] = ()
         self._waiting: list[Callable[[], None]] = []
 
     def call(self, function: Callable[[Scheduler], T]) -> Future[T]:
@@ -43,6 +44,10 @@ class FakeEngine:
         else:
             future.set_result(function(self.scheduler))
         return future
+
+    def take_output_lengths(self) -> tuple[int, ...]:
+        lengths, self.output_lengths = self.output_lengths, ()
+        return lengths
 
     def end_step(self) -> None:
         self.is_busy = False
@@ -118,6 +123,7 @@ class Bench:
         self.engine = FakeEngine()
         self.controller = FakeController()
         self.fences = 0
+        self.drains: list[float] = []
         identity = self.engine.scheduler._identity
         info = ReplicaInfo(
             "r0", "inc", "m", identity, "1.2.3.4:5", "secret", 64, 0, 256, 8, 1000.0, 0.02
@@ -129,6 +135,7 @@ class Bench:
             info,
             card,
             on_fence=self._fence,
+            on_drain=self.drains.append,
             clock=lambda: self.now,
             **options,
         )
@@ -221,6 +228,27 @@ async def test_a_lost_report_is_made_good_by_a_snapshot() -> None:
     assert bench.controller.reports[-1].is_snapshot
     assert bench.controller.resident == bench.resident_hashes() != set()
     assert bench.reporter.num_failed_calls == 1
+
+
+async def test_an_order_to_drain_is_obeyed_and_confirmed() -> None:
+    bench = Bench()
+    await bench.settle()
+    bench.controller.reply = ReportReply(draining=True, drain_s=12.0)
+    await bench.tick(1.0)
+    assert bench.drains == [12.0]
+    bench.reporter.is_draining = True
+    await bench.tick(1.0)
+    assert [report.draining for report in bench.controller.reports[-2:]] == [False, True]
+
+
+async def test_output_lengths_are_told_once() -> None:
+    bench = Bench()
+    await bench.settle()
+    bench.engine.output_lengths = (5, 9)
+    await bench.tick(1.0)
+    await bench.tick(1.0)
+    told = [report.finished_output_tokens for report in bench.controller.reports[-2:]]
+    assert told == [(5, 9), ()]
 
 
 async def test_finished_leases_are_told_until_a_reply_came() -> None:
