@@ -106,11 +106,12 @@ def drain(runner: ModelRunner, scheduler: Scheduler) -> dict[tuple[str, int], An
             steps += 1
             scheduler.update(output, runner.execute(output), now=float(steps))
         scheduler.check_integrity()
-        _collect(scheduler, answers)
+        collect(scheduler, answers)
     return answers
 
 
-def _collect(scheduler: Scheduler, answers: dict[tuple[str, int], Answer]) -> None:
+def collect(scheduler: Scheduler, answers: dict[tuple[str, int], Answer]) -> None:
+    """Take the new deltas; tokens must come in order, each once."""
     for delta in scheduler.take_deltas():
         answer = answers.setdefault((delta.request_key, delta.index), Answer())
         assert delta.first_position == len(answer.token_ids), f"{delta} is out of order"
