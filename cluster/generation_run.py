@@ -236,7 +236,7 @@ class GenerationRun:
 
     def _note_lost(self, lease: Lease, reason: str) -> None:
         """Go on elsewhere, if there is patience left."""
-        logger.warning("request %s lost its replica: %s", self._request_key, reason)
+        logger.info("request %s lost its replica: %s", self._request_key, reason)
         self._reservations.note_failure(lease.replica_id, lease.incarnation)
         self._end_complete_samples(lease.replica_id)
         if not self._unfinished():

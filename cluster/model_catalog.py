@@ -93,8 +93,12 @@ class ModelCatalog:
         raise ModelNotFound(name, known)
 
     async def all(self) -> tuple[ServedModel, ...]:
-        """Every model."""
-        await self.refresh()
+        """Every model; those known before, while the controller is away."""
+        try:
+            await self.refresh()
+        except Unavailable:
+            if not self._cards:
+                raise
         return tuple([ServedModel(card, await self._tokenizer(card)) for card in self._cards])
 
     def _find(self, name: str) -> ModelCard | None:
