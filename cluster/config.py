@@ -5,6 +5,7 @@ devices; what depends on them is found out by the workers.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,10 +41,18 @@ def format_bytes(num_bytes: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterConfig:
-    """A cluster that serves one model, as the flags of `pagefleet serve` describe it.
+class NamedModel:
+    """A checkpoint folder or a hub id, or empty for the default model; and what clients call it."""
 
-    model: a checkpoint folder or a hub id. served_model_name: what clients call it.
+    checkpoint: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """A cluster that serves one model or several, as the flags of `pagefleet serve` describe it.
+
+    replicas, tp and all that sizes a replica: of each model.
     num_blocks / kv_memory: size of each replica's KV pool, in blocks or bytes; both None = by
         `memory_fraction`. host_memory: bytes of each replica's second tier; 0 = none.
     max_model_len: the longest sequence; None = the model's own.
@@ -51,8 +60,7 @@ class ClusterConfig:
     grpc_port / http_port: 0 = any free one.
     """
 
-    model: str
-    served_model_name: str
+    models: tuple[NamedModel, ...]
     replicas: int = 1
     tp: int = 1
     host: str = "127.0.0.1"
@@ -73,13 +81,29 @@ class ClusterConfig:
     address: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.served_model_name:
-            raise CommandError("--served-model-name must not be empty")
+        self._check_names()
         self._check_counts()
         self._check_ports()
         self._check_memory()
         _check_choice("--dtype", self.dtype, DTYPES)
         _check_choice("--device", self.device, DEVICES)
+
+    @property
+    def num_replicas(self) -> int:
+        """Of all models together."""
+        return self.replicas * len(self.models)
+
+    def _check_names(self) -> None:
+        names = [model.name for model in self.models]
+        if not names:
+            raise CommandError("there is no model to serve")
+        if "" in names:
+            raise CommandError("--served-model-name must not be empty")
+        if len(set(names)) < len(names):
+            raise CommandError(
+                f"two models would have one name ({', '.join(names)}): "
+                "give --served-model-name for each --model"
+            )
 
     def _check_counts(self) -> None:
         _check_at_least("--replicas", self.replicas, 1)
@@ -110,6 +134,17 @@ class ClusterConfig:
             raise CommandError(
                 f"--gpu-memory-utilization must be above 0 and at most 1, is {self.memory_fraction}"
             )
+
+
+def name_models(checkpoints: Sequence[str], names: Sequence[str]) -> tuple[NamedModel, ...]:
+    """Each checkpoint with the name of the same place; without any names they name themselves."""
+    if names and len(names) != len(checkpoints):
+        raise CommandError(
+            f"there are {len(checkpoints)} --model and {len(names)} --served-model-name: "
+            "give one name for each, or none"
+        )
+    named = names or [default_served_name(checkpoint) for checkpoint in checkpoints]
+    return tuple(NamedModel(*pair) for pair in zip(checkpoints, named, strict=True))
 
 
 def default_served_name(model: str) -> str:

@@ -31,6 +31,7 @@ from ..protos.messages import (
     Ticket,
 )
 from .controller import DRAIN_S, Controller, ControllerConfig
+from .ray_runtime import on_this_node
 
 logger = logging.getLogger(__name__)
 
@@ -204,4 +205,7 @@ def start_controller(
         max_task_retries=0,
         concurrency_groups=CONCURRENCY_GROUPS,
     )(ControllerActor)  # pyright: ignore[reportCallIssue]
-    return actor.options(name=name, namespace=namespace).remote(config)
+    options = actor.options(
+        name=name, namespace=namespace, scheduling_strategy=on_this_node(soft=True)
+    )
+    return options.remote(config)

@@ -18,7 +18,7 @@ from .client import Client
 from .config import ClusterConfig, CommandError
 from .demo_workload import DemoResult, run_workload
 from .serve import OnProgress, running_cluster
-from .serve_command import resolve_model, start_display, until_signalled
+from .serve_command import resolve_models, start_display, until_signalled
 from .status_view import leftover_blocks, pool_table, replica_table, state_as_json
 
 _SETTLE_S = 10.0  # by then the last reports have told of blocks that came back
@@ -30,7 +30,7 @@ def demo(config: ClusterConfig, console: Console, *, as_json: bool) -> None:
     say = Console(stderr=True) if as_json else console
     is_complete = False
     with until_signalled(), start_display(Console(stderr=True)) as on_progress:
-        report = _run(resolve_model(config, say), say, on_progress)
+        report = _run(resolve_models(config, say), say, on_progress)
         is_complete = True
         if as_json:
             console.print_json(data=report)

@@ -14,6 +14,7 @@ from ray.actor import ActorHandle
 from .controller_client import RayControllerClient
 from .gateway import Gateway
 from .gateway_servers import GatewayAddresses, GatewayServers
+from .ray_runtime import on_this_node
 
 __all__ = ["GatewayActor", "GatewayAddresses", "start_gateway"]
 
@@ -38,6 +39,10 @@ class GatewayActor:
         self._servers = servers
         return addresses
 
+    async def num_running(self) -> int:
+        """Requests that have not ended."""
+        return 0 if self._servers is None else self._servers.num_running
+
     async def stop(self, grace_s: float = _STOP_GRACE_S) -> None:
         """Take no new calls, let running ones end, close."""
         servers, self._servers = self._servers, None
@@ -49,6 +54,14 @@ def start_gateway(
     controller: ActorHandle[object], *, name: str | None = None, namespace: str | None = None
 ) -> ActorHandle[object]:
     """Create the actor. It is not restarted by itself: its ports would be others."""
-    actor = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(GatewayActor)
-    handle = actor.options(name=name, namespace=namespace).remote(controller)
-    return cast("ActorHandle[object]", handle)
+    actor = ray.remote(
+        num_cpus=0,
+        max_restarts=0,
+        max_task_retries=0,
+    )(GatewayActor)
+    options = actor.options(
+        name=name,
+        namespace=namespace,
+        scheduling_strategy=on_this_node(soft=False),  # clients are told this node's address
+    )
+    return cast("ActorHandle[object]", options.remote(controller))

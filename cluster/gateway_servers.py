@@ -28,6 +28,11 @@ class GatewayServers:
         self._http = HttpServer(make_app(self._gateway))
         self._readiness: asyncio.Task[None] | None = None
 
+    @property
+    def num_running(self) -> int:
+        """Requests that have not ended."""
+        return self._gateway.num_running
+
     async def start(self, host: str, grpc_port: int, http_port: int) -> GatewayAddresses:
         """Listen on both ports (0 = any free one). OSError if one is taken; then none is open."""
         try:

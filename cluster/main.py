@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from ..protos.errors import PagefleetError
-from .config import ClusterConfig, CommandError, default_served_name, parse_bytes
+from .config import ClusterConfig, CommandError, NamedModel, name_models, parse_bytes
 
 # Nothing here reports to anyone; set before Ray or the hub's client is imported.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -39,12 +39,14 @@ _DEMO_BLOCKS = 256  # few enough to see single requests in the pictures of the p
 @app.command()
 def serve(
     model: Annotated[
-        str | None, typer.Option(help="A checkpoint folder or a hub id, org/name.")
+        list[str] | None,
+        typer.Option(help="A checkpoint folder or a hub id, org/name. Several serve several."),
     ] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(help="What clients call it; the folder's name or the id.")
+        list[str] | None,
+        typer.Option(help="What clients call it; the folder's name or the id. One per model."),
     ] = None,
-    replicas: Annotated[int, typer.Option(help="How many copies of the model.")] = 1,
+    replicas: Annotated[int, typer.Option(help="How many copies of each model.")] = 1,
     tp: Annotated[int, typer.Option(help="Ranks (GPUs) that share one copy.")] = 1,
     host: Annotated[str, typer.Option(help="Where the servers listen.")] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option(help="0 = any free one.")] = 50051,
@@ -72,12 +74,12 @@ def serve(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Serve a model over gRPC and HTTP until interrupted; SmolLM2-135M-Instruct without --model."""
+    """Serve models over gRPC and HTTP until interrupted; SmolLM2-135M-Instruct without --model."""
     from .default_model import NAME
 
+    names = served_model_name or []
     config = ClusterConfig(
-        model=model or "",
-        served_model_name=served_model_name or (default_served_name(model) if model else NAME),
+        models=name_models(model, names) if model else name_models([""], names or [NAME]),
         replicas=replicas,
         tp=tp,
         host=host,
@@ -111,8 +113,7 @@ def demo(
     from .default_model import NAME
 
     config = ClusterConfig(
-        model="",
-        served_model_name=NAME,
+        models=(NamedModel("", NAME),),
         replicas=replicas,
         grpc_port=0,
         http_port=0,

@@ -22,6 +22,7 @@ from uuid import uuid4
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .config import CommandError
 
@@ -61,6 +62,14 @@ def _own_signal_handler() -> Generator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, handler)
+
+
+def on_this_node(*, soft: bool) -> NodeAffinitySchedulingStrategy:
+    """Where the caller is: what listens on its addresses, or has to go when it goes.
+
+    soft: elsewhere rather than nowhere, once this node is lost.
+    """
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft)
 
 
 def _short_tmp() -> str | None:

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 import ray
@@ -51,6 +51,7 @@ class RunningCluster:
     controller: Actor
     supervisor: Actor
     gateway: Actor
+    specs: tuple[ReplicaSpec, ...]
     replicas: tuple[ReplicaInfo, ...]
     addresses: GatewayAddresses
 
@@ -76,7 +77,7 @@ def running_cluster(config: ClusterConfig, on_progress: OnProgress) -> Generator
     A start that fails raises CommandError, and what had been started is gone by then.
     """
     on_progress("starting Ray" if config.address is None else f"joining Ray at {config.address}")
-    num_cpus = max(os.cpu_count() or 1, config.replicas * config.tp)
+    num_cpus = max(os.cpu_count() or 1, config.num_replicas * config.tp)
     with ray_session(config.address, num_cpus), started_cluster(config, on_progress) as cluster:
         yield cluster
 
@@ -94,38 +95,41 @@ def started_cluster(config: ClusterConfig, on_progress: OnProgress) -> Generator
 def _start(config: ClusterConfig, on_progress: OnProgress, started: ExitStack) -> RunningCluster:
     controller = cast(Actor, start_controller())
     started.callback(ray.kill, controller)
+    specs = _replica_specs(config)
     word = "replica" if config.replicas == 1 else "replicas"
-    on_progress(f"loading {config.served_model_name} into {config.replicas} {word}")
-    supervisor = create_supervisor(_replica_specs(config), controller)
+    names = ", ".join(model.name for model in config.models)
+    on_progress(f"loading {names} into {config.replicas} {word}")
+    supervisor = create_supervisor(specs, controller)
     started.callback(_stop, "supervisor", supervisor)
     replicas = _start_replicas(supervisor)
     on_progress("opening the gateway")
     gateway = start_gateway(controller)
     started.callback(_stop, "gateway", gateway)
     addresses = _open_gateway(gateway, config)
-    cluster = RunningCluster(controller, supervisor, gateway, replicas, addresses)
+    cluster = RunningCluster(controller, supervisor, gateway, specs, replicas, addresses)
     on_progress("waiting for the first reports")
-    _wait_ready(cluster, config.replicas)
+    _wait_ready(cluster, config.num_replicas)
     return cluster
 
 
-def _replica_specs(config: ClusterConfig) -> list[ReplicaSpec]:
+def _replica_specs(config: ClusterConfig) -> tuple[ReplicaSpec, ...]:
     num_gpus = _gpus_per_rank(config)
     # Replicas of one machine share its cores; a GPU's host work keeps one core busy.
-    cores = (os.cpu_count() or 1) // (config.replicas * config.tp)
+    cores = (os.cpu_count() or 1) // (config.num_replicas * config.tp)
     num_cpus = 1 if num_gpus or config.address is not None else max(1, cores)
     worker = _worker_config(config, num_cpus, on_gpu=num_gpus > 0)
-    return [
+    models = [model for model in config.models for _ in range(config.replicas)]
+    return tuple(
         ReplicaSpec(
             f"replica-{number}",
-            config.served_model_name,
-            worker,
+            model.name,
+            replace(worker, model=model.checkpoint),
             num_cpus,
             num_gpus,
             num_ranks=config.tp,
         )
-        for number in range(config.replicas)
-    ]
+        for number, model in enumerate(models)
+    )
 
 
 def _gpus_per_rank(config: ClusterConfig) -> int:
@@ -133,7 +137,7 @@ def _gpus_per_rank(config: ClusterConfig) -> int:
     if config.device == "cpu":
         return 0
     have = int(cast("dict[str, float]", ray.cluster_resources()).get("GPU", 0))
-    need = config.replicas * config.tp
+    need = config.num_replicas * config.tp
     if config.device == "cuda" and have < need:
         raise CommandError(f"--device cuda: {need} GPUs are needed, Ray has {have}")
     return 1 if have >= need else 0
@@ -143,9 +147,9 @@ def _worker_config(config: ClusterConfig, num_threads: int, *, on_gpu: bool) -> 
     fraction = config.memory_fraction
     is_sized = config.num_blocks is not None or config.kv_memory is not None
     if fraction is None and not is_sized and not on_gpu and config.address is None:
-        fraction = _CPU_SHARE / max(2, config.replicas)
+        fraction = _CPU_SHARE / max(2, config.num_replicas)
     return WorkerConfig(
-        model=config.model,
+        model=config.models[0].checkpoint,
         device="cuda" if on_gpu else "cpu",
         dtype=config.dtype,
         block_size=config.block_size,

@@ -16,7 +16,7 @@ from types import FrameType
 
 from rich.console import Console
 
-from .config import ClusterConfig, CommandError
+from .config import ClusterConfig, CommandError, NamedModel
 from .models_command import fetch_default
 from .serve import OnProgress, RunningCluster, running_cluster
 
@@ -30,7 +30,7 @@ def serve(config: ClusterConfig, console: Console, *, as_json: bool) -> None:
     with (
         until_signalled(),
         start_display(say) as on_progress,
-        running_cluster(resolve_model(config, say), on_progress) as cluster,
+        running_cluster(resolve_models(config, say), on_progress) as cluster,
     ):
         _announce(config, cluster, console, as_json=as_json)
         while True:
@@ -38,18 +38,22 @@ def serve(config: ClusterConfig, console: Console, *, as_json: bool) -> None:
             cluster.check()
 
 
-def resolve_model(config: ClusterConfig, console: Console) -> ClusterConfig:
+def resolve_models(config: ClusterConfig, console: Console) -> ClusterConfig:
     """The default model where none is named; a folder must be one, other names are hub ids."""
-    if not config.model:
-        return replace(config, model=str(fetch_default(console)))
-    folder = Path(config.model).expanduser()
+    return replace(config, models=tuple(_resolve(model, console) for model in config.models))
+
+
+def _resolve(model: NamedModel, console: Console) -> NamedModel:
+    if not model.checkpoint:
+        return replace(model, checkpoint=str(fetch_default(console)))
+    folder = Path(model.checkpoint).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise CommandError(f"{folder} has no config.json: it is no checkpoint folder")
-        return replace(config, model=str(folder.resolve()))
-    if _HUB_ID.fullmatch(config.model) is None:
-        raise CommandError(f"{config.model} is neither a folder nor a hub id like org/name")
-    return config
+        return replace(model, checkpoint=str(folder.resolve()))
+    if _HUB_ID.fullmatch(model.checkpoint) is None:
+        raise CommandError(f"{model.checkpoint} is neither a folder nor a hub id like org/name")
+    return model
 
 
 @contextmanager
@@ -91,14 +95,16 @@ def _announce(
     config: ClusterConfig, cluster: RunningCluster, console: Console, *, as_json: bool
 ) -> None:
     addresses = cluster.addresses
+    names = [model.name for model in config.models]
     if as_json:
         facts = {
-            "model": config.served_model_name,
+            "models": names,
             "grpc": addresses.grpc,
             "http": addresses.http,
             "replicas": [
                 {
                     "replica_id": info.replica_id,
+                    "model": info.model,
                     "num_blocks": info.num_blocks,
                     "num_host_blocks": info.num_host_blocks,
                     "memory": info.memory,
@@ -110,7 +116,8 @@ def _announce(
         return
     for info in cluster.replicas:
         console.print(f"{info.replica_id}: {info.memory}", highlight=False, soft_wrap=True)
-    console.print(f"{config.served_model_name} is ready", style="bold green", highlight=False)
+    verb = "is" if len(names) == 1 else "are"
+    console.print(f"{', '.join(names)} {verb} ready", style="bold green", highlight=False)
     console.print(f"  gRPC  {addresses.grpc}", highlight=False)
     console.print(f"  HTTP  http://{addresses.http}/v1", highlight=False)
     if config.host in ("127.0.0.1", "localhost", "::1"):

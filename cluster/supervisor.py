@@ -24,6 +24,7 @@ from ..protos.messages import ClusterState, ReplicaInfo, ReplicaState
 from ..workers.leader import ReplicaEnd
 from ..workers.process_identity import ProcessIdentity
 from .controller import DRAIN_S
+from .ray_runtime import on_this_node
 from .replica import RayReplica, Replica, ReplicaFailed, ReplicaSpec
 
 logger = logging.getLogger(__name__)
@@ -382,5 +383,10 @@ def create_supervisor(
     specs: Sequence[ReplicaSpec], controller: "ActorHandle[object]"
 ) -> "ActorHandle[object]":
     """The supervisor's actor, to be started with its `start`."""
-    actor = ray.remote(SupervisorActor).options(num_cpus=0, max_restarts=0, max_task_retries=0)
+    actor = ray.remote(SupervisorActor).options(
+        num_cpus=0,
+        max_restarts=0,
+        max_task_retries=0,
+        scheduling_strategy=on_this_node(soft=False),  # what it started ends with it
+    )
     return cast("ActorHandle[object]", actor.remote(list(specs), controller))

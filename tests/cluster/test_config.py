@@ -7,14 +7,16 @@ import pytest
 from pagefleet.cluster.config import (
     ClusterConfig,
     CommandError,
+    NamedModel,
     default_served_name,
     format_bytes,
+    name_models,
     parse_bytes,
 )
 
 
 def make_config(**changes: object) -> ClusterConfig:
-    return ClusterConfig(**{"model": "m", "served_model_name": "m", **changes})  # type: ignore[arg-type]
+    return ClusterConfig(**{"models": (NamedModel("m", "m"),), **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,9 @@ def test_sizes_are_written():
         ({"host_memory": -1}, "--host-memory"),
         ({"dtype": "float8"}, "--dtype"),
         ({"device": "tpu"}, "--device"),
-        ({"served_model_name": ""}, "--served-model-name"),
+        ({"models": (NamedModel("m", ""),)}, "--served-model-name"),
+        ({"models": (NamedModel("a", "m"), NamedModel("b", "m"))}, "one name"),
+        ({"models": ()}, "no model"),
     ],
 )
 def test_a_wrong_setting_is_named(changes: dict[str, object], message: str):
@@ -69,6 +73,15 @@ def test_a_wrong_setting_is_named(changes: dict[str, object], message: str):
 
 def test_any_free_port_may_be_asked_for_twice():
     assert make_config(grpc_port=0, http_port=0).http_port == 0
+
+
+def test_each_model_has_the_name_of_its_place():
+    models = (NamedModel("a/b", "first"), NamedModel("c/d", "second"))
+    assert name_models(["a/b", "c/d"], ["first", "second"]) == models
+    assert make_config(models=models, replicas=3).num_replicas == 6
+    assert [model.name for model in name_models(["a/b", "c/d"], [])] == ["a/b", "c/d"]
+    with pytest.raises(CommandError, match="one name for each"):
+        name_models(["a/b", "c/d"], ["first"])
 
 
 def test_a_folder_is_served_under_its_name_and_a_hub_id_under_itself(tmp_path: Path):

@@ -21,12 +21,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(ray_cluster: None, tiny_model: Path) -> Iterator[object]:
     """Deterministic, so that what two replicas say can be compared token by token."""
     # here, because Ray takes a second to import
-    from pagefleet.cluster.config import ClusterConfig
+    from pagefleet.cluster.config import ClusterConfig, NamedModel
     from pagefleet.cluster.serve import started_cluster
 
     config = ClusterConfig(
-        model=str(tiny_model),
-        served_model_name=MODEL,
+        models=(NamedModel(str(tiny_model), MODEL),),
         replicas=2,
         grpc_port=0,
         http_port=0,
@@ -48,7 +47,7 @@ def client(cluster) -> Iterator[object]:
 
 @pytest.fixture
 def settled_state(client) -> Callable[[], pb.GetClusterStateResponse]:
-    """Waits until two replicas are ready and idle, and answers the state; fails after 30 s."""
+    """Waits until two replicas are ready and idle, and answers the state; fails after 2 min."""
 
     def is_settled(state: pb.GetClusterStateResponse) -> bool:
         ready = [replica for replica in state.replicas if replica.state == "ready"]
@@ -59,7 +58,7 @@ def settled_state(client) -> Callable[[], pb.GetClusterStateResponse]:
         )
 
     def wait() -> pb.GetClusterStateResponse:
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + 120.0
         while not is_settled(state := client.cluster_state()):
             assert time.monotonic() < deadline, f"blocks or leases are left: {state}"
             time.sleep(0.05)  # between two looks at another process
