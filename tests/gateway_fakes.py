@@ -38,7 +38,7 @@ from pagefleet.protos.messages import (
     Usage,
 )
 from pagefleet.workers.engine_server import EngineServer
-from pagefleet.workers.live_request import LiveRequest
+from pagefleet.workers.live_request import DeltaSink, LiveRequest
 
 MAX_CONTEXT = 512
 BOS, EOS = "<s>", "</s>"
@@ -157,18 +157,29 @@ class ScriptedEngine:
                 await self._wakeup.wait()
                 continue
             self.steps_done += 1
-            for key, live in list(self._live.items()):
-                deltas = [self._step(live, index) for index in list(live.num_sent)]
-                for delta in deltas:
-                    live.note(delta)
-                if not live.num_sent:
-                    del self._live[key]
-                live.sink(self.steps_done, deltas)
+            for sink, deltas in self._step_all():
+                sink(self.steps_done, deltas)
             if self.token_budget is not None and self.tokens_done >= self.token_budget:
                 self.token_budget = None
                 self.gate.clear()
                 self.on_budget()
             await asyncio.sleep(0)
+
+    def _step_all(self) -> list[tuple[DeltaSink, list[SequenceDelta]]]:
+        """A token of every sample: one message for each gateway."""
+        by_sink: list[tuple[DeltaSink, list[SequenceDelta]]] = []
+        for key, live in list(self._live.items()):
+            deltas = [self._step(live, index) for index in list(live.num_sent)]
+            for delta in deltas:
+                live.note(delta)
+            if not live.num_sent:
+                del self._live[key]
+            known = next((found for sink, found in by_sink if sink == live.sink), None)
+            if known is None:
+                by_sink.append((live.sink, deltas))
+            else:
+                known.extend(deltas)
+        return by_sink
 
     def _step(self, live: LiveRequest, index: int) -> SequenceDelta:
         request, position = live.request, live.num_sent[index]

@@ -141,7 +141,7 @@ async def test_deadlines_in_the_queue_and_while_running(whole):
         hurried = GenerateCall(
             TextPrompt(f"request {number}"),
             sampling=SamplingParams(max_tokens=400, ignore_eos=True, seed=0),
-            deadline_s=0.15 if number % 2 else None,
+            deadline_s=0.05 if number % 2 else None,
         )
         try:
             await whole.run(hurried)
