@@ -45,7 +45,7 @@ class RankProcesses:
         """The process that is this rank of the program started last."""
         return self._ranks[rank].process.pid or 0
 
-    def result(self, rank: int, timeout_s: float = 60.0) -> object:
+    def result(self, rank: int, timeout_s: float = 120.0) -> object:
         """What the rank's program returned or raised, or Died."""
         chosen = self._ranks[rank]
         assert chosen.pipe.poll(timeout_s), f"rank {rank} hangs"
@@ -55,10 +55,16 @@ class RankProcesses:
             chosen.process.join()
             return Died(chosen.process.exitcode or 0)
 
-    def run(self, program: Callable[..., object], world_size: int, *args: object) -> list[object]:
+    def run(
+        self,
+        program: Callable[..., object],
+        world_size: int,
+        *args: object,
+        timeout_s: float = 120.0,
+    ) -> list[object]:
         """All ranks' results."""
         self.start(program, world_size, *args)
-        return [self.result(rank) for rank in range(world_size)]
+        return [self.result(rank, timeout_s) for rank in range(world_size)]
 
     def close(self) -> None:
         """End every process, stopped ones too."""

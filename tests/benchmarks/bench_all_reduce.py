@@ -150,7 +150,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         try:
             found = processes.run(
-                rank_times, options.ranks, name, options.repeats + WARM_UP, f"{folder}/port"
+                rank_times,
+                options.ranks,
+                name,
+                options.repeats + WARM_UP,
+                f"{folder}/port",
+                timeout_s=600.0,
             )
         finally:
             processes.close()
