@@ -51,6 +51,7 @@ __all__ = [
 ]
 
 _SERVICE = f"/{pb.DESCRIPTOR.services_by_name['Inference'].full_name}/"
+_ADMIN_SERVICE = f"/{pb.DESCRIPTOR.services_by_name['Admin'].full_name}/"
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -187,6 +188,11 @@ class Client:
         request = pb.CancelRequest(request_id=request_id)
         return self._call("Cancel", request, pb.CancelResponse).num_cancelled
 
+    def drain(self, replica_id: str, drain_s: float | None = None) -> None:
+        """Take a replica out of the cluster; its streams may go on for `drain_s`, then move."""
+        request = pb.DrainRequest(replica_id=replica_id, drain_s=drain_s)
+        self._call("Drain", request, pb.DrainResponse, service=_ADMIN_SERVICE)
+
     def _call(
         self,
         name: str,
@@ -194,9 +200,10 @@ class Client:
         response_type: type[ResponseT],
         timeout_s: float | None = None,
         metadata: Metadata = (),
+        service: str = _SERVICE,
     ) -> ResponseT:
         method = self._channel.unary_unary(
-            f"{_SERVICE}{name}",
+            f"{service}{name}",
             request_serializer=serialize,
             response_deserializer=deserializer(response_type),
         )
@@ -334,6 +341,11 @@ class AsyncClient:
         request = pb.CancelRequest(request_id=request_id)
         return (await self._call("Cancel", request, pb.CancelResponse)).num_cancelled
 
+    async def drain(self, replica_id: str, drain_s: float | None = None) -> None:
+        """Take a replica out of the cluster; its streams may go on for `drain_s`, then move."""
+        request = pb.DrainRequest(replica_id=replica_id, drain_s=drain_s)
+        await self._call("Drain", request, pb.DrainResponse, service=_ADMIN_SERVICE)
+
     async def _call(
         self,
         name: str,
@@ -341,9 +353,10 @@ class AsyncClient:
         response_type: type[ResponseT],
         timeout_s: float | None = None,
         metadata: Metadata = (),
+        service: str = _SERVICE,
     ) -> ResponseT:
         method = self._channel.unary_unary(
-            f"{_SERVICE}{name}",
+            f"{service}{name}",
             request_serializer=serialize,
             response_deserializer=deserializer(response_type),
         )

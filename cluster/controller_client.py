@@ -21,6 +21,7 @@ from ..protos.messages import (
     ReserveRequest,
     Ticket,
 )
+from .controller import DRAIN_S
 
 _CONTROLLER_RESTART_S = 1.0
 
@@ -54,6 +55,10 @@ class ControllerClient(Protocol):
         """Every replica and the queue."""
         ...
 
+    async def drain(self, replica_id: str, draining: bool = True, drain_s: float = DRAIN_S) -> bool:
+        """Take a replica out once its streams have ended or moved; False if it is not known."""
+        ...
+
     async def explain(self, request: ReserveRequest) -> Explanation | Refused:
         """What `reserve` would do, and why; nothing changes."""
         ...
@@ -82,6 +87,9 @@ class RayControllerClient:
 
     async def cluster_state(self) -> ClusterState:
         return await self._call(self._controller.cluster_state.remote())
+
+    async def drain(self, replica_id: str, draining: bool = True, drain_s: float = DRAIN_S) -> bool:
+        return await self._call(self._controller.drain.remote(replica_id, draining, drain_s))
 
     async def explain(self, request: ReserveRequest) -> Explanation | Refused:
         return await self._call(self._controller.explain.remote(request))

@@ -14,8 +14,15 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, replace
 
-from ..protos.errors import DeadlineExceeded, InternalError, PagefleetError, RequestCancelled
+from ..protos.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidArgument,
+    PagefleetError,
+    RequestCancelled,
+)
 from ..protos.messages import ClusterState, Explanation, Refused, SamplingParams
+from .controller import DRAIN_S
 from .controller_client import ControllerClient
 from .engine_client import ChannelFactory, EngineClient, insecure_channel
 from .generation import ChatPrompt, GenerateCall, OutputDelta, TextPrompt, TokenPrompt
@@ -27,6 +34,7 @@ from .validation import RequestLimits, check_call, check_for_model, check_token_
 
 logger = logging.getLogger(__name__)
 
+MAX_DRAIN_S = 86_400.0  # a day
 _PROMPT_FIELDS = {TextPrompt: "text", TokenPrompt: "token_ids", ChatPrompt: "chat.messages"}
 
 
@@ -228,6 +236,13 @@ class Gateway:
     async def cluster_state(self) -> ClusterState:
         """The controller's view."""
         return await self._controller.cluster_state()
+
+    async def drain(self, replica_id: str, drain_s: float = DRAIN_S) -> None:
+        """Take a replica out of the cluster; raises InvalidArgument where there is none."""
+        if not 0.0 <= drain_s <= MAX_DRAIN_S:
+            raise InvalidArgument("drain_s", f"must be from 0 to {MAX_DRAIN_S:g}")
+        if not await self._controller.drain(replica_id, True, drain_s):
+            raise InvalidArgument("replica_id", f"there is no replica {replica_id!r}")
 
     def cancel(self, tenant: str, request_id: str) -> int:
         """End the tenant's requests of that id; how many there were."""

@@ -1,4 +1,4 @@
-"""`pagefleet.v1.Inference` over grpc.aio: the gateway for gRPC clients.
+"""`pagefleet.v1.Inference` and `Admin` over grpc.aio: the gateway for gRPC clients.
 
 Turns messages into calls of the gateway and errors into statuses; adds the standard health
 service and reflection. Deadlines and cancellation are gRPC's own. Decides nothing.
@@ -20,6 +20,7 @@ from ..protos import inference_pb2 as pb
 from ..protos.deserializer import Malformed, make_deserializer
 from ..protos.errors import InternalError, InvalidArgument, PagefleetError
 from . import proto_conversion as convert
+from .controller import DRAIN_S
 from .gateway import Gateway
 from .generation import GenerateCall, OutputDelta, merge_deltas
 from .grpc_errors import status_of
@@ -27,6 +28,7 @@ from .grpc_errors import status_of
 logger = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+ADMIN_SERVICE = pb.DESCRIPTOR.services_by_name["Admin"].full_name
 TENANT_METADATA = "pagefleet-tenant"
 RETRY_TOKEN_METADATA = "retry-token"
 
@@ -119,6 +121,19 @@ class InferenceServicer:
         return pb.CancelResponse(num_cancelled=num_cancelled)
 
 
+class AdminServicer:
+    """`pagefleet.v1.Admin`: what changes the cluster itself."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def drain(self, request: pb.DrainRequest, _: Context) -> pb.DrainResponse:
+        """Take a replica out."""
+        drain_s = request.drain_s if request.HasField("drain_s") else DRAIN_S
+        await self._gateway.drain(request.replica_id, drain_s)
+        return pb.DrainResponse()
+
+
 class GrpcServer:
     """The server: services, health, reflection, and a graceful end."""
 
@@ -132,8 +147,10 @@ class GrpcServer:
         )
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        self._server.add_generic_rpc_handlers((_handlers(InferenceServicer(gateway)),))
-        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        self._server.add_generic_rpc_handlers(
+            (_handlers(InferenceServicer(gateway)), _admin_handlers(AdminServicer(gateway)))
+        )
+        names = (SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self, host: str, port: int) -> int:
@@ -151,7 +168,7 @@ class GrpcServer:
         """What the health service answers, for the service and for the server as a whole."""
         kinds = health_pb2.HealthCheckResponse
         status = kinds.SERVING if is_serving else kinds.NOT_SERVING
-        for service in ("", SERVICE):
+        for service in ("", SERVICE, ADMIN_SERVICE):
             await self._health.set(service, status)
 
     async def stop(self, grace_s: float) -> None:
@@ -174,6 +191,12 @@ def _handlers(servicer: InferenceServicer) -> grpc.GenericRpcHandler:
             "Explain": _unary(servicer.explain, pb.GenerateRequest),
             "Cancel": _unary(servicer.cancel, pb.CancelRequest),
         },
+    )
+
+
+def _admin_handlers(servicer: AdminServicer) -> grpc.GenericRpcHandler:
+    return grpc.method_handlers_generic_handler(
+        ADMIN_SERVICE, {"Drain": _unary(servicer.drain, pb.DrainRequest)}
     )
 
 

@@ -179,6 +179,22 @@ def status(server: Server = _SERVER, as_json: AsJson = False) -> None:
 
 
 @app.command()
+def drain(
+    replica: Annotated[str, typer.Argument(help="Its id, as `status` shows it.")],
+    server: Server = _SERVER,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds that its streams may go on there.")
+    ] = 30.0,
+) -> None:
+    """Take a replica out: its streams end, or go on elsewhere, and then it goes for good."""
+    from .client import Client
+
+    with Client(server) as client:
+        client.drain(replica, timeout)
+    typer.echo(f"{replica} drains; `pagefleet status` shows it until it has gone")
+
+
+@app.command()
 def bench(
     server: Server = _SERVER,
     model: ModelName = "",

@@ -387,3 +387,15 @@ class CancelResponse(_message.Message):
     NUM_CANCELLED_FIELD_NUMBER: _ClassVar[int]
     num_cancelled: int
     def __init__(self, num_cancelled: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("replica_id", "drain_s")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_S_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    drain_s: float
+    def __init__(self, replica_id: _Optional[str] = ..., drain_s: _Optional[float] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -406,3 +406,81 @@ class Inference(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class AdminStub(object):
+    """For who runs the cluster. Served beside Inference: let only operators reach it.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Drain = channel.unary_unary(
+                '/pagefleet.v1.Admin/Drain',
+                request_serializer=pagefleet_dot_protos_dot_inference__pb2.DrainRequest.SerializeToString,
+                response_deserializer=pagefleet_dot_protos_dot_inference__pb2.DrainResponse.FromString,
+                _registered_method=True)
+
+
+class AdminServicer(object):
+    """For who runs the cluster. Served beside Inference: let only operators reach it.
+    """
+
+    def Drain(self, request, context):
+        """Takes a replica out of the cluster. It gets no new requests; its streams go on for `drain_s`,
+        then elsewhere, without a seam; then it ends and none replaces it. Answers at once:
+        GetClusterState shows it as "draining" until it has gone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_AdminServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=pagefleet_dot_protos_dot_inference__pb2.DrainRequest.FromString,
+                    response_serializer=pagefleet_dot_protos_dot_inference__pb2.DrainResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'pagefleet.v1.Admin', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('pagefleet.v1.Admin', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Admin(object):
+    """For who runs the cluster. Served beside Inference: let only operators reach it.
+    """
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagefleet.v1.Admin/Drain',
+            pagefleet_dot_protos_dot_inference__pb2.DrainRequest.SerializeToString,
+            pagefleet_dot_protos_dot_inference__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
