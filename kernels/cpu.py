@@ -124,6 +124,14 @@ def select_instruction_set(name: str | None = None) -> str:
     return chosen.decode()
 
 
+def advise_huge_pages(tensor: Tensor) -> None:
+    """Ask for huge pages under a new tensor, before it is written: reading blocks in random order
+    is a third faster with them. Only a hint; does nothing where the library is missing."""
+    library = _load_library()
+    if library is not None and tensor.device.type == "cpu":
+        library.pf_advise_huge_pages(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
 def sum_blocks(data: Tensor, order: Tensor, block: int, num_threads: int) -> float:
     """The sum of `block` floats at each of the offsets `order`, read as fast as memory allows.
 

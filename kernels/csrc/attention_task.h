@@ -46,36 +46,52 @@ struct Attention {
 
   long query_len(long s) const { return args.query_starts[s + 1] - args.query_starts[s]; }
 
+  // Calls use(first token, count, offset of the first) for each part of begin..begin + count that lies
+  // in one block.
+  template <typename Use>
+  void for_each_part(long sequence, long begin, long count, Use use) const {
+    const int32_t* block = args.block_tables + sequence * args.table_stride + begin / args.block_size;
+    long slot = begin % args.block_size;
+    for (long i = 0; i < count; block++, slot = 0) {
+      long length = min_of(args.block_size - slot, count - i);
+      use(i, length, (int64_t)*block * args.block_stride + slot * args.token_stride);
+      i += length;
+    }
+  }
+
   // Where the rows of a split are, for head 0, in the order of their use: for each tile all of K,
   // then all of V.
   void find_rows(long sequence, long begin, long count, int64_t* offsets) const {
-    const int32_t* table = args.block_tables + sequence * args.table_stride;
-    long block = begin / args.block_size, slot = begin % args.block_size;
-    int64_t* keys = offsets;
-    for (long tile = 0; tile < count; tile += kTile) {
+    for (long tile = 0; tile < count; tile += kTile, offsets += 2 * kTile) {
       long length = min_of(kTile, count - tile);
-      for (long i = 0; i < length; i++) {
-        if (slot == args.block_size) block++, slot = 0;
-        keys[i] = (int64_t)table[block] * args.block_stride + slot++ * args.token_stride;
-        keys[length + i] = keys[i] + args.value_offset;
-      }
-      keys += 2 * length;
+      for_each_part(sequence, begin + tile, length, [&](long first, long part, int64_t offset) {
+        for (long i = 0; i < part; i++) {
+          int64_t key = offset + i * args.token_stride;
+          offsets[first + i] = key;
+          offsets[length + first + i] = key + args.value_offset;
+        }
+      });
     }
   }
 
   // The same as runs of memory: the tokens of a block in one piece if the task has all heads.
-  long find_runs(const Task& task, long count, const int64_t* offsets, Run* runs) const {
+  long find_runs(const Task& task, long begin, long count, Run* runs) const {
     const T* base = kv + task.head_begin * args.head_stride;
-    long heads = task.head_end - task.head_begin, n = 0;
-    bool whole = heads == args.num_kv_heads;
-    for (long i = 0; i < 2 * count;) {
-      long length = 1;
-      while (whole && i + length < 2 * count && length < args.block_size &&
-             offsets[i + length] == offsets[i + length - 1] + args.token_stride) {
-        length++;
+    long row_bytes = (task.head_end - task.head_begin) * dim * (long)sizeof(T);
+    bool whole = task.head_end - task.head_begin == args.num_kv_heads;
+    long n = 0;
+    for (long tile = 0; tile < count; tile += kTile) {
+      const int64_t planes[] = {0, args.value_offset};
+      for (int64_t plane : planes) {
+        for_each_part(task.sequence, begin + tile, min_of(kTile, count - tile),
+                      [&](long, long part, int64_t offset) {
+          const T* start = base + offset + plane;
+          if (whole) runs[n++] = {(const char*)start, part * row_bytes};
+          for (long i = 0; i < part && !whole; i++) {
+            runs[n++] = {(const char*)(start + i * args.token_stride), row_bytes};
+          }
+        });
       }
-      runs[n++] = {(const char*)(base + offsets[i]), length * heads * dim * (long)sizeof(T)};
-      i += length;
     }
     return n;
   }
@@ -295,7 +311,7 @@ struct Attention {
     long token_bytes = (task.head_end - task.head_begin) * dim * (long)sizeof(T);
     long step = kStreamTokens * token_bytes > kStreamBytes ? kStreamTokens / 2 : kStreamTokens;
     long lead = step * token_bytes + kAheadBytes;
-    Ahead ahead = Ahead::over(w.runs, find_runs(task, count + more, w.offsets, w.runs));
+    Ahead ahead = Ahead::over(w.runs, find_runs(task, begin, count + more, w.runs));
     if (begin == task.split_begin * kSplit) {
       for (long i = 0; i < lead; i += 64) ahead.fetch(64);
     } else {

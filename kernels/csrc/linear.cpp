@@ -104,35 +104,54 @@ static void pack_linear(const PackArgs* args) {
   }
 }
 
-static float packed_element(const void* packed, const float* scale, long k, int32_t dtype, long row,
-                            long i) {
-  long panel = row / kPanel, column = row % kPanel;
+template <typename T>
+static void unpack_row(const float* panel, float, long column, long k, T* out) {
+  for (long i = 0; i < k; i++) from_float(panel[i * kPanel + column], out + i);
+}
+
+template <typename T>
+static void unpack_row(const uint32_t* panel, float, long column, long k, T* out) {
+  for (long i = 0; i < k; i++) {
+    uint32_t word = panel[i / 2 * kPanel + column];
+    from_float(bits_to_float(i % 2 ? word & 0xffff0000u : word << 16), out + i);
+  }
+}
+
+template <typename T>
+static void unpack_row(const int8_t* panel, float scale, long column, long k, T* out) {
+  for (long i = 0; i < k; i++) from_float(to_float(panel[i * kPanel + column]) * scale, out + i);
+}
+
+template <typename T, typename W>
+static void unpack_rows_of(const W* packed, const float* scale, long k, const int64_t* rows,
+                           long num_rows, T* out, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && num_rows > 8)
+  for (long r = 0; r < num_rows; r++) {
+    const W* panel = packed + rows[r] / kPanel * panel_size<W>(k);
+    unpack_row(panel, scale != nullptr ? scale[rows[r]] : 1.0f, rows[r] % kPanel, k, out + r * k);
+  }
+}
+
+template <typename T>
+static void unpack_rows_as(const void* packed, const float* scale, long k, int32_t dtype,
+                           const int64_t* rows, long num_rows, T* out, int threads) {
   if (dtype == kFloat32) {
-    return ((const float*)packed)[panel * panel_size<float>(k) + i * kPanel + column];
+    unpack_rows_of((const float*)packed, scale, k, rows, num_rows, out, threads);
+  } else if (dtype == kBFloat16) {
+    unpack_rows_of((const uint32_t*)packed, scale, k, rows, num_rows, out, threads);
+  } else {
+    unpack_rows_of((const int8_t*)packed, scale, k, rows, num_rows, out, threads);
   }
-  if (dtype == kBFloat16) {
-    uint32_t word = ((const uint32_t*)packed)[panel * panel_size<uint32_t>(k) +
-                                              i / 2 * kPanel + column];
-    return bits_to_float(i % 2 ? word & 0xffff0000u : word << 16);
-  }
-  long at = panel * panel_size<int8_t>(k) + i * kPanel + column;
-  return to_float(((const int8_t*)packed)[at]) * scale[row];
 }
 
 // Rows of the original weight, for an embedding that shares its table with the output layer.
 static void unpack_rows(const void* packed, const float* scale, int64_t k, int32_t dtype,
                         const int64_t* rows, int64_t num_rows, void* out, int32_t out_dtype,
                         int32_t threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && num_rows > 8)
-  for (long r = 0; r < num_rows; r++) {
-    for (long i = 0; i < k; i++) {
-      float value = packed_element(packed, scale, k, dtype, rows[r], i);
-      if (out_dtype == kFloat32) {
-        ((float*)out)[r * k + i] = value;
-      } else {
-        from_float(value, (bf16*)out + r * k + i);
-      }
-    }
+  if (out_dtype == kFloat32) {
+    unpack_rows_as(packed, scale, k, dtype, rows, num_rows, (float*)out, threads);
+  } else {
+    unpack_rows_as(packed, scale, k, dtype, rows, num_rows, (bf16*)out, threads);
   }
 }
 
