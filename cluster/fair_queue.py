@@ -67,7 +67,9 @@ class FairQueue:
         self.barred: BoolArray = np.zeros((16, 0), dtype=np.bool_)
         self.hits: FloatArray = np.zeros((16, 0))
         self.host_hits: FloatArray = np.zeros((16, 0))
+        self.shared: IntArray = np.zeros((16, 0), dtype=np.int64)
         self._tenant_numbers: dict[str, int] = {}
+        self.has_host_hits = False
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -85,6 +87,10 @@ class FairQueue:
         assert waiting is not None, f"row {row} is free"
         return waiting
 
+    def longest_waiting(self) -> WaitingRequest | None:
+        """Who came first of those who wait."""
+        return next(iter(self._by_key.values()), None)
+
     @property
     def num_rows(self) -> int:
         """Rows of the arrays, free ones included."""
@@ -96,6 +102,7 @@ class FairQueue:
         if more > 0:
             self.hits = np.pad(self.hits, ((0, 0), (0, more)))
             self.host_hits = np.pad(self.host_hits, ((0, 0), (0, more)))
+            self.shared = np.pad(self.shared, ((0, 0), (0, more)))
             self.barred = np.pad(self.barred, ((0, 0), (0, more)))
 
     def add(self, waiting: WaitingRequest, num_slots: int) -> int:
@@ -138,6 +145,11 @@ class FairQueue:
         """The slot has another replica now: nobody is barred from it."""
         if slot < self.barred.shape[1]:
             self.barred[:, slot] = False
+
+    def fitting(self, rows: IntArray, slots: IntArray, available: IntArray) -> BoolArray:
+        """Which of `rows` could go to which of `slots`; available: blocks, by slot."""
+        wanted = self.needs[rows, None] - self.shared[rows[:, None], slots]
+        return (wanted <= available[slots]) & ~self.barred[rows[:, None], slots]
 
     def in_turn(self) -> BoolArray | None:
         """Which rows belong to tenants whose turn it is; None when all do."""
@@ -212,6 +224,6 @@ class FairQueue:
         for name in ("tokens", "needs", "since", "durations", "tenant_ids", "waiting"):
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
-        for name in ("barred", "hits", "host_hits"):
+        for name in ("barred", "hits", "host_hits", "shared"):
             matrix = getattr(self, name)
             setattr(self, name, np.concatenate([matrix, np.zeros_like(matrix)]))

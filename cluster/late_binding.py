@@ -133,7 +133,7 @@ class LateBinding:
         if (
             hold is not None
             and startable[hold.slot]
-            and queue.needs[hold.row] <= replicas.available[hold.slot]
+            and self._wanted(queue, hold.row, hold.slot) <= replicas.available[hold.slot]
         ):
             return hold.row, hold.slot
         turn = queue.in_turn()
@@ -147,14 +147,14 @@ class LateBinding:
     ) -> Hold | None:
         config = self.config
         patience = config.hold_after_s + config.hold_after_waits * queue.mean_wait_s
-        since = np.where(queue.waiting, queue.since, np.inf)
-        row = int(since.argmin())
-        if now - float(since[row]) <= patience:
+        oldest = queue.longest_waiting()
+        if oldest is None or now - oldest.arrived_at <= patience:
             return None
+        row = oldest.row
         count = replicas.num_slots
         best: Hold | None = None
         for slot in np.flatnonzero(replicas.open[:count] & ~queue.barred[row, :count]).tolist():
-            missing = int(queue.needs[row] - replicas.available[slot])
+            missing = self._wanted(queue, row, slot) - int(replicas.available[slot])
             wait = wait_for_blocks_s(missing, releases(slot), now) if missing > 0 else 0.0
             if wait is None:
                 continue
@@ -162,6 +162,9 @@ class LateBinding:
             if best is None or fits_at < best.fits_at:
                 best = Hold(row, slot, fits_at)
         return best
+
+    def _wanted(self, queue: FairQueue, row: int, slot: int) -> int:
+        return int(queue.needs[row] - queue.shared[row, slot])
 
     def _choose_among(
         self,
@@ -173,8 +176,7 @@ class LateBinding:
         hold: Hold | None,
     ) -> tuple[int, int] | None:
         rows = np.flatnonzero(queue.waiting if turn is None else turn)
-        fits = queue.needs[rows, None] <= replicas.available[slots]
-        fits &= ~queue.barred[rows[:, None], slots]
+        fits = queue.fitting(rows, slots, replicas.available)
         if hold is not None:
             fits[:, slots == hold.slot] &= (now + queue.durations[rows] <= hold.fits_at)[:, None]
         if not fits.any():
@@ -196,34 +198,63 @@ class LateBinding:
     ) -> FloatArray:
         """Seconds per (row, slot); inf where a busy replica would be better."""
         config, count = self.config, replicas.num_slots
-        is_open, token_s = replicas.open[:count], replicas.token_s[:count]
+        token_s = replicas.token_s[:count]
         tokens = queue.tokens[rows, None]
-        on_device = queue.hits[rows, :count]
-        on_host = queue.host_hits[rows, :count]
-        hits = np.minimum(on_device + on_host, tokens - 1.0)
-        here, token_here_s = hits[:, slots], token_s[slots]
-        best_hit = np.where(is_open, hits, 0.0).max(axis=1, keepdims=True)
-        all_full = fullness(replicas)
-        full = all_full[slots]
-        scarce = np.maximum(full - config.scarcity_from, 0.0) / (1.0 - config.scarcity_from)
-        share = queue.needs[rows, None] / np.maximum(replicas.total[slots], 1)
+        hits = np.minimum(queue.hits[rows, :count], tokens - 1.0)
+        full = fullness(replicas)
         waited = now - queue.since[rows, None]
         head_start = np.maximum(waited, 0.0) ** config.age_power + np.minimum(waited, 0.0)
-        costs = (
-            (tokens - here) * token_here_s
-            + on_host[:, slots] * replicas.load_token_s[slots]
-            + config.duplicate_weight * (best_hit - here) * token_here_s
-            + config.crowding_s * full
-            + config.scarcity_weight * scarce * share * queue.durations[rows, None]
-            - config.age_weight * head_start
-        )
-        mean_full = float(all_full[is_open].mean())
-        affinity = config.affinity_weight + config.affinity_full_weight * mean_full
-        weighted = (tokens - affinity * hits) * token_s
-        busy = is_open & (replicas.work_end[:count] > now + config.start_slack_s)
-        busy_done = np.where(busy, replicas.backlog_s(now) + weighted, np.inf)
-        soonest = busy_done.min(axis=1, keepdims=True)
-        return np.where(soonest < weighted[:, slots], np.inf, costs)
+        costs = (tokens - hits[:, slots]) * token_s[slots]
+        costs += config.crowding_s * full[slots]
+        costs -= config.age_weight * head_start
+        if queue.has_host_hits:
+            costs += self._host_costs_s(queue, replicas, rows, slots, tokens, hits)
+        best_hits = (hits * replicas.open[:count]).max(axis=1, keepdims=True)
+        costs += config.duplicate_weight * (best_hits - hits[:, slots]) * token_s[slots]
+        scarce = (full[slots] - config.scarcity_from) / (1.0 - config.scarcity_from)
+        if scarce.max() > 0.0:
+            share = queue.needs[rows, None] / np.maximum(replicas.total[slots], 1)
+            scarce = config.scarcity_weight * np.maximum(scarce, 0.0)
+            costs += scarce * share * queue.durations[rows, None]
+        later = self._better_later(replicas, tokens, hits, slots, full, now)
+        if later is not None:
+            costs[later] = np.inf
+        return costs
+
+    def _host_costs_s(
+        self,
+        queue: FairQueue,
+        replicas: ReplicaColumns,
+        rows: IntArray,
+        slots: IntArray,
+        tokens: FloatArray,
+        hits: FloatArray,
+    ) -> FloatArray:
+        """Loading what is on the host tier, less the prefill that it saves; joins it to `hits`."""
+        count = replicas.num_slots
+        on_host = np.minimum(queue.host_hits[rows, :count], tokens - 1.0 - hits)
+        hits += on_host
+        return on_host[:, slots] * (replicas.load_token_s[slots] - replicas.token_s[slots])
+
+    def _better_later(
+        self,
+        replicas: ReplicaColumns,
+        tokens: FloatArray,
+        hits: FloatArray,
+        slots: IntArray,
+        full: FloatArray,
+        now: float,
+    ) -> BoolArray | None:
+        """Which pairs a replica that is busy now would still beat, its hits counted over."""
+        config, count = self.config, replicas.num_slots
+        is_open = replicas.open[:count]
+        busy = np.flatnonzero(is_open & (replicas.work_end[:count] > now + config.start_slack_s))
+        if len(busy) == 0:
+            return None
+        affinity = config.affinity_weight + config.affinity_full_weight * full[is_open].mean()
+        weighted = (tokens - affinity * hits) * replicas.token_s[:count]
+        done = weighted[:, busy] + (replicas.work_end[busy] - now)
+        return done.min(axis=1, keepdims=True) < weighted[:, slots]
 
 
 def fullness(replicas: ReplicaColumns) -> FloatArray:

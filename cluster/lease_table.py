@@ -41,7 +41,7 @@ class LeaseRecord:
     charged: float = 0.0
     listed: bool = False
     given_back: bool = False
-    speculative: tuple[bytes, ...] = ()
+    claimed: tuple[bytes, ...] = ()
 
 
 @dataclass(slots=True)

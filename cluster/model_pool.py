@@ -7,7 +7,7 @@ just taken. Knows nothing of gateways, of Ray, or of other models.
 import heapq
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..protos.messages import (
     AdmissionClass,
@@ -129,9 +129,13 @@ class ModelPool:
                 break
             waiting, slot = self.queue.at(pair[0]), pair[1]
             hit = self.queue.hits[waiting.row, slot] + self.queue.host_hits[waiting.row, slot]
+            need = replace(
+                waiting.need,
+                num_blocks=waiting.need.num_blocks - int(self.queue.shared[waiting.row, slot]),
+            )
             self.withdraw(waiting)
             self.queue.learn_wait(now - waiting.since)
-            grants.append(self._grant(waiting.request, waiting.need, slot, float(hit), now))
+            grants.append(self._grant(waiting.request, need, slot, float(hit), now))
         self._watch_unwatched()
         return grants
 
@@ -231,11 +235,9 @@ class ModelPool:
     def _never_fits(self, request: ReserveRequest) -> str | None:
         if request.admission_class is AdmissionClass.GUARANTEED and request.max_tokens is None:
             return "sampling.max_tokens: a guaranteed request must set it"
-        views = self.pool.replicas.values()
-        max_context = max(view.info.max_context for view in views)
+        max_context, most = self.pool.max_context, self.pool.max_num_blocks
         if request.num_tokens >= max_context + (request.max_tokens == 0):
             return f"prompt: {request.num_tokens} tokens, the model's context is {max_context}"
-        most = max(view.info.num_blocks for view in views)
         least = least_blocks(request, self.block_size)
         if least > most:
             return f"prompt: needs {least} blocks at least, the largest pool has {most}"
@@ -294,13 +296,12 @@ class ModelPool:
         return float((1.0 / columns.token_s[: columns.num_slots][is_open]).sum())
 
     def _need(self, request: ReserveRequest) -> Need:
-        views = self.pool.replicas.values()
-        most = max((view.info.num_blocks for view in views), default=1)
+        most = self.pool.max_num_blocks
         need = compute_need(
             request,
             self.lengths,
             block_size=self.block_size,
-            max_context=max((view.info.max_context for view in views), default=1),
+            max_context=self.pool.max_context,
             standard_quantile=self.admission.standard_quantile,
         )
         if need.num_blocks <= most:
@@ -381,6 +382,8 @@ class ModelPool:
 
     def _excluded_mask(self, request: ReserveRequest) -> int:
         mask = 0
+        if not request.excluded:
+            return mask
         for replica_id in request.excluded:
             view = self.pool.replicas.get(replica_id)
             if view is not None:
@@ -470,7 +473,14 @@ class ModelPool:
     def _set_hits(self, row: int, request: ReserveRequest) -> None:
         device, host = self.pool.match(request.route_hashes)
         self.queue.hits[row, : len(device)] = device
-        self.queue.host_hits[row, : len(device)] = 0.0 if host is None else host
+        # A guarantee holds whatever becomes of those who share the prompt now.
+        self.queue.shared[row] = 0
+        if request.admission_class is not AdmissionClass.GUARANTEED and device.any():
+            self.queue.shared[row, : len(device)] = self.pool.shared_blocks(request.route_hashes)
+        if host is not None:
+            self.queue.has_host_hits = True
+        if self.queue.has_host_hits:
+            self.queue.host_hits[row, : len(device)] = 0.0 if host is None else host
 
     # Explaining
 

@@ -6,18 +6,16 @@ tier must equal the digest that the replica reports.
 
     device        b1 b2 b3 b4 .            depth 4
     host          .  .  .  b4 b5 b6        reach 6: the host tier continues the prefix
-    speculative   .  .  .  .  .  .  b7     on its way: routed there, not yet reported
+    claimed       b1 b2 .  .  .  .  b7     by prompts under lease there: pinned, or on its way
 
 A prefix counts as far as it is unbroken from the root.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 from ..protos.messages import RouteEvents
-
-Holders = Callable[[bytes], int]
 
 
 class Tier(IntEnum):
@@ -33,7 +31,7 @@ class IndexStats:
 
     device_entries: int
     host_entries: int
-    speculative_entries: int
+    claimed_entries: int
     hashes: int
     watched: int
 
@@ -115,22 +113,22 @@ class PrefixIndex:
         self._device = _Layer()
         self._host = _Layer()
         self._layers = (self._device, self._host)
-        self._speculative: dict[bytes, int] = {}
-        self._speculations: list[dict[bytes, int]] = []
+        self._claimed: dict[bytes, int] = {}
+        self._claims: list[dict[bytes, int]] = []
         self._watchers: dict[bytes, set[Hashable]] = {}
         self._touched: set[Hashable] = set()
 
     @property
     def num_slots(self) -> int:
         """Slots ever added; a match has one entry for each."""
-        return len(self._speculations)
+        return len(self._claims)
 
     def add_slot(self) -> int:
         """A new slot number; the caller reuses it after `clear`."""
         self._device.grow()
         self._host.grow()
-        self._speculations.append({})
-        return len(self._speculations) - 1
+        self._claims.append({})
+        return len(self._claims) - 1
 
     def apply(self, slot: int, events: RouteEvents) -> None:
         """Add and remove what a report says; removals first, as a block may have been reused."""
@@ -148,12 +146,12 @@ class PrefixIndex:
             self._change(layer, slot, tuple(wanted), tuple(gone))
 
     def clear(self, slot: int) -> None:
-        """Forget all that the slot held, on every tier and speculative."""
+        """Forget all that the slot held, on every tier and claimed."""
         for layer in self._layers:
             for route_hash in layer.clear(slot):
                 self._touch(route_hash)
-        for route_hash in list(self._speculations[slot]):
-            self._drop_speculation(slot, route_hash)
+        for route_hash in list(self._claims[slot]):
+            self._drop_claim(slot, route_hash)
 
     def digest(self, slot: int, tier: Tier) -> int:
         """XOR of all hashes that the slot holds on the tier."""
@@ -163,49 +161,54 @@ class PrefixIndex:
         """Entries of one slot on one tier."""
         return len(self._layers[tier].held[slot])
 
-    def speculate(self, slot: int, hashes: Sequence[bytes]) -> None:
-        """The replica will soon hold these: a request that brings them was routed there."""
-        counts = self._speculations[slot]
+    def claim(self, slot: int, hashes: Sequence[bytes]) -> None:
+        """A prompt with these was granted a lease there: it pins what is resident and will make
+        the rest resident."""
         bit = 1 << slot
+        claims, claimed = self._claims[slot], self._claimed
         for route_hash in hashes:
-            count = counts.get(route_hash, 0)
-            counts[route_hash] = count + 1
-            if count == 0:
-                self._speculative[route_hash] = self._speculative.get(route_hash, 0) | bit
+            count = claims.get(route_hash)
+            if count is None:
+                claims[route_hash] = 1
+                claimed[route_hash] = claimed.get(route_hash, 0) | bit
+            else:
+                claims[route_hash] = count + 1
+        if self._watchers:
+            for route_hash in hashes:
                 self._touch(route_hash)
 
-    def retract(self, slot: int, hashes: Sequence[bytes]) -> None:
-        """Take back one `speculate` of each hash; those already dropped are passed over."""
-        counts = self._speculations[slot]
+    def unclaim(self, slot: int, hashes: Sequence[bytes]) -> None:
+        """The lease has ended. Claims that `clear` has dropped are passed over."""
+        claims = self._claims[slot]
         for route_hash in hashes:
-            count = counts.get(route_hash, 0)
+            count = claims.get(route_hash, 0)
             if count > 1:
-                counts[route_hash] = count - 1
+                claims[route_hash] = count - 1
             elif count == 1:
-                self._drop_speculation(slot, route_hash)
+                self._drop_claim(slot, route_hash)
 
     def device_depths(
         self, hashes: Sequence[bytes], alive: int, *, speculative: bool = True
     ) -> list[int]:
         """How many leading hashes each slot holds on its device; 0 for slots outside `alive`."""
-        get = self._device.masks.get
-        if not speculative or not self._speculative:
-            return self._walk(hashes, alive, lambda route_hash: get(route_hash, 0))
-        coming = self._speculative.get
-        return self._walk(
-            hashes, alive, lambda route_hash: get(route_hash, 0) | coming(route_hash, 0)
-        )
+        held = self._device.masks
+        if not speculative or not self._claimed:
+            return self._walk(hashes, alive, [held.get(route_hash, 0) for route_hash in hashes])
+        get, coming = held.get, self._claimed.get
+        return self._walk(hashes, alive, [get(h, 0) | coming(h, 0) for h in hashes])
+
+    def pinned_depths(self, hashes: Sequence[bytes], alive: int) -> list[int]:
+        """How many leading hashes are resident on each slot and in use by a prompt under lease."""
+        held, claimed = self._device.masks.get, self._claimed.get
+        return self._walk(hashes, alive, [held(h, 0) & claimed(h, 0) for h in hashes])
 
     def reach(self, hashes: Sequence[bytes], alive: int) -> list[int] | None:
         """Leading hashes held on either tier; None when no host tier holds anything."""
         if not self._host.masks:
             return None
-        device, host, coming = self._device.masks.get, self._host.masks.get, self._speculative.get
-        return self._walk(
-            hashes,
-            alive,
-            lambda route_hash: device(route_hash, 0) | host(route_hash, 0) | coming(route_hash, 0),
-        )
+        device, host, coming = self._device.masks.get, self._host.masks.get, self._claimed.get
+        masks = [device(h, 0) | host(h, 0) | coming(h, 0) for h in hashes]
+        return self._walk(hashes, alive, masks)
 
     def watch(self, hashes: Sequence[bytes], watcher: Hashable) -> None:
         """Name `watcher` in `take_touched` when an entry of one of these hashes changes."""
@@ -232,7 +235,7 @@ class PrefixIndex:
         return IndexStats(
             device_entries=sum(len(held) for held in self._device.held),
             host_entries=sum(len(held) for held in self._host.held),
-            speculative_entries=sum(len(counts) for counts in self._speculations),
+            claimed_entries=sum(len(claims) for claims in self._claims),
             hashes=len(self._device.masks.keys() | self._host.masks.keys()),
             watched=len(self._watchers),
         )
@@ -241,10 +244,10 @@ class PrefixIndex:
         """Assert that the masks, the sets and the digests say the same."""
         for layer in self._layers:
             layer.check()
-        pairs = sum(mask.bit_count() for mask in self._speculative.values())
-        counted = sum(len(counts) for counts in self._speculations)
-        assert pairs == counted, f"{pairs} speculative bits, {counted} counted"
-        assert all(n > 0 for counts in self._speculations for n in counts.values())
+        pairs = sum(mask.bit_count() for mask in self._claimed.values())
+        counted = sum(len(claims) for claims in self._claims)
+        assert pairs == counted, f"{pairs} bits of claims, {counted} counted"
+        assert all(count > 0 for claims in self._claims for count in claims.values())
         assert all(self._watchers.values()), "an empty set of watchers was kept"
 
     def _change(
@@ -257,13 +260,13 @@ class PrefixIndex:
             if layer.add(slot, route_hash):
                 self._touch(route_hash)
 
-    def _drop_speculation(self, slot: int, route_hash: bytes) -> None:
-        del self._speculations[slot][route_hash]
-        mask = self._speculative[route_hash] & ~(1 << slot)
+    def _drop_claim(self, slot: int, route_hash: bytes) -> None:
+        del self._claims[slot][route_hash]
+        mask = self._claimed[route_hash] & ~(1 << slot)
         if mask:
-            self._speculative[route_hash] = mask
+            self._claimed[route_hash] = mask
         else:
-            del self._speculative[route_hash]
+            del self._claimed[route_hash]
         self._touch(route_hash)
 
     def _touch(self, route_hash: bytes) -> None:
@@ -271,17 +274,16 @@ class PrefixIndex:
         if watchers is not None:
             self._touched |= watchers
 
-    def _walk(self, hashes: Sequence[bytes], alive: int, holders: Holders) -> list[int]:
-        depths = [0] * len(self._speculations)
-        for depth, route_hash in enumerate(hashes):
-            held = holders(route_hash) & alive
-            if held != alive:
+    def _walk(self, hashes: Sequence[bytes], alive: int, masks: list[int]) -> list[int]:
+        depths = [0] * len(self._claims)
+        for depth, mask in enumerate(masks):
+            if mask & alive != alive:
                 if depth:  # slots that lack the first hash keep their 0
-                    for slot in bits(alive ^ held):
+                    for slot in bits(alive & ~mask):
                         depths[slot] = depth
-                if not held:
+                alive &= mask
+                if not alive:
                     return depths
-                alive = held
         for slot in bits(alive):
             depths[slot] = len(hashes)
         return depths

@@ -13,7 +13,7 @@ from ..protos.messages import ModelCard, ReplicaInfo, ReplicaReport, ReplicaStat
 from ..scheduler.block_hash import stride_blocks
 from .lease_table import LeaseRecord, LeaseTable
 from .prefix_index import PrefixIndex, Tier
-from .replica_view import FloatArray, ReplicaColumns, ReplicaView
+from .replica_view import FloatArray, IntArray, ReplicaColumns, ReplicaView
 
 
 @dataclass(slots=True)
@@ -42,6 +42,8 @@ class ReplicaPool:
         self._free_slots: list[int] = []
         self._alive = 0
         self._tokens_at = [0]
+        self.max_context = 0
+        self.max_num_blocks = 0
 
     def add(self, info: ReplicaInfo, card: ModelCard, now: float) -> ReplicaView:
         """A new incarnation; its predecessor must have been removed."""
@@ -51,6 +53,7 @@ class ReplicaPool:
         self.replicas[info.replica_id] = view
         self.by_slot[slot] = view
         self._alive |= 1 << slot
+        self._note_limits()
         view.refresh(now)
         return view
 
@@ -63,6 +66,7 @@ class ReplicaPool:
         del self.by_slot[view.slot]
         self._alive &= ~(1 << view.slot)
         self._free_slots.append(view.slot)
+        self._note_limits()
         return ended
 
     def take_report(
@@ -81,7 +85,7 @@ class ReplicaPool:
         change = self.leases.apply_ledger(view.slot, report.leases, report.finished_leases)
         for record in change.accepted:
             view.drop_grant(record.num_blocks, record.uncached_tokens)
-        self._retract(change.ended)
+        self._unclaim(change.ended)
         view.take_report(report, self.leases.promised(view.slot), now)
         return view.reply(now, needs_snapshot=view.needs_snapshot), change.ended
 
@@ -91,8 +95,8 @@ class ReplicaPool:
         self.leases.grant(record)
         view.add_grant(record.num_blocks, record.uncached_tokens, now)
         if self._speculative:
-            record.speculative = route_hashes
-            self.index.speculate(record.slot, route_hashes)
+            record.claimed = route_hashes
+            self.index.claim(record.slot, route_hashes)
 
     def drop_grant(self, record: LeaseRecord, now: float) -> None:
         """Undo a grant that never reached its client."""
@@ -115,6 +119,13 @@ class ReplicaPool:
         if reach is None:
             return device, None
         return device, np.array([tokens_at[depth] for depth in reach], dtype=np.float64) - device
+
+    def shared_blocks(self, route_hashes: Sequence[bytes]) -> IntArray:
+        """Leading blocks per slot that running prompts hold: to share them costs nothing."""
+        depths = self.index.pinned_depths(route_hashes, self._alive)
+        tokens_at = self._token_counts(len(route_hashes))
+        blocks = [tokens_at[depth] // self.block_size for depth in depths]
+        return np.array(blocks, dtype=np.int64)
 
     def statuses(self, now: float) -> list[ReplicaStatus]:
         """One per replica."""
@@ -140,6 +151,11 @@ class ReplicaPool:
             assert view.promised_blocks == self.leases.promised(view.slot)
             assert self.columns.available[view.slot] == view.available_blocks
             assert self.columns.active[view.slot] == view.num_active
+
+    def _note_limits(self) -> None:
+        infos = [view.info for view in self.replicas.values()]
+        self.max_context = max((info.max_context for info in infos), default=0)
+        self.max_num_blocks = max((info.num_blocks for info in infos), default=0)
 
     def _add_slot(self) -> int:
         self.columns.add_slot()
@@ -168,13 +184,13 @@ class ReplicaPool:
         view = self.by_slot[record.slot]
         view.drop_grant(record.num_blocks, record.uncached_tokens)
         view.refresh(now)
-        self._retract((record,))
+        self._unclaim((record,))
 
-    def _retract(self, records: Sequence[LeaseRecord]) -> None:
+    def _unclaim(self, records: Sequence[LeaseRecord]) -> None:
         for record in records:
-            if record.speculative:
-                self.index.retract(record.slot, record.speculative)
-                record.speculative = ()
+            if record.claimed:
+                self.index.unclaim(record.slot, record.claimed)
+                record.claimed = ()
 
     def _token_counts(self, depth: int) -> list[int]:
         """Tokens covered by the first k route hashes, for k up to `depth`."""

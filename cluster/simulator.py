@@ -261,9 +261,7 @@ class Simulation:
             num_tokens=request.num_prompt_tokens,
             num_samples=1,
             max_tokens=request.trace.num_output_tokens,
-            admission_class=(
-                AdmissionClass.GUARANTEED if is_default else AdmissionClass.BEST_EFFORT
-            ),
+            admission_class=(AdmissionClass.STANDARD if is_default else AdmissionClass.BEST_EFFORT),
             tenant=request.trace.tenant,
             deadline_s=left,
             retry_token=request.retry_token,

@@ -33,25 +33,32 @@ def test_the_host_tier_continues_a_prefix() -> None:
     assert index.reach(hashes, 0b111) == [4, 6, 0]
 
 
-def test_speculation_counts_until_every_request_that_brought_it_has_gone() -> None:
+def test_claims_count_until_every_prompt_that_made_them_has_gone() -> None:
     index, hashes = make_index(), make_hashes(4)
-    index.speculate(1, hashes)
-    index.speculate(1, hashes[:2])
+    index.claim(1, hashes)
+    index.claim(1, hashes[:2])
     assert index.device_depths(hashes, 0b111) == [0, 4, 0]
     assert index.device_depths(hashes, 0b111, speculative=False) == [0, 0, 0]
-    index.retract(1, hashes)
+    index.unclaim(1, hashes)
     assert index.device_depths(hashes, 0b111) == [0, 2, 0]
-    index.retract(1, hashes[:2])
-    index.retract(1, hashes)  # a second time harms nothing
-    assert index.stats().speculative_entries == 0
+    index.unclaim(1, hashes[:2])
+    index.unclaim(1, hashes)  # a second time harms nothing
+    assert index.stats().claimed_entries == 0
     index.check_integrity()
+
+
+def test_pinned_is_what_is_both_resident_and_claimed() -> None:
+    index, hashes = make_index(), make_hashes(4)
+    index.apply(0, RouteEvents(stored_device=hashes[:3]))
+    index.claim(0, hashes[:2] + hashes[3:])
+    assert index.pinned_depths(hashes, 0b111) == [2, 0, 0]
 
 
 def test_clear_forgets_one_slot_only() -> None:
     index, hashes = make_index(), make_hashes(4)
     for slot in range(3):
         index.apply(slot, RouteEvents(stored_device=hashes, stored_host=hashes))
-    index.speculate(1, make_hashes(2, 7))
+    index.claim(1, make_hashes(2, 7))
     index.clear(1)
     assert index.device_depths(hashes, 0b111) == [4, 0, 4]
     assert (index.num_held(1, Tier.DEVICE), index.num_held(1, Tier.HOST)) == (0, 0)
@@ -83,7 +90,7 @@ def test_watchers_are_named_when_their_hashes_change() -> None:
     index.watch(hashes[:1], "b")
     index.apply(0, RouteEvents(stored_device=hashes[2:]))
     assert index.take_touched() == {"a"}
-    index.speculate(2, hashes[:1])
+    index.claim(2, hashes[:1])
     assert index.take_touched() == {"a", "b"}
     index.apply(0, RouteEvents(stored_device=hashes[2:]))  # nothing new
     assert index.take_touched() == set()

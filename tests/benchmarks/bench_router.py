@@ -1,0 +1,286 @@
+"""One routing decision: hash in the gateway, then match, cost and reserve in the controller.
+
+    python tests/benchmarks/bench_router.py [--trace FILE] [--json FILE] [--quick]
+
+Prompts are those of a trace, or conversations of about 14,000 tokens where none is given, in
+blocks of 16. Replicas hold a million indexed blocks together. CPU time of this thread. Beside it
+Ray Serve's prefix tree and Dynamo's radix tree, where they can be imported.
+"""
+
+import argparse
+import gc
+import importlib
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmark_report import Row, print_rows, write_json
+
+from pagefleet.cluster.controller import Controller, ControllerConfig
+from pagefleet.cluster.late_binding import LateBindingConfig
+from pagefleet.cluster.workload import SyntheticSpec, Workload, load_trace, synthetic
+from pagefleet.protos.messages import (
+    AdmissionClass,
+    BlockCounts,
+    CacheIdentity,
+    Lease,
+    ModelCard,
+    ReplicaInfo,
+    ReplicaReport,
+    ReserveRequest,
+    RouteEvents,
+)
+from pagefleet.scheduler.block_hash import root_hash, route_hashes
+from pagefleet.scheduler.output import Int32Array
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 1_000_000
+IDENTITY = CacheIdentity("bench", 1, "bfloat16", BLOCK_SIZE)
+ROOT = root_hash(IDENTITY)
+
+
+class Replicas:
+    """Leaders that accept every lease at once and report as real ones would."""
+
+    def __init__(self, controller: Controller, count: int) -> None:
+        self.controller = controller
+        self.num_blocks = NUM_BLOCKS // count
+        self.sequence = [0] * count
+        self.resident: list[dict[bytes, None]] = [{} for _ in range(count)]
+        self.digests = [0] * count
+        self.capacity = self.num_blocks * BLOCK_SIZE // 256
+        for number in range(count):
+            info = ReplicaInfo(
+                replica_id=str(number),
+                incarnation="a",
+                model="m",
+                identity=IDENTITY,
+                address="",
+                stream_secret="",
+                num_blocks=self.num_blocks,
+                num_host_blocks=0,
+                max_context=1 << 20,
+                max_num_sequences=256,
+                prefill_tokens_per_s=40_000.0,
+                decode_step_s=0.02,
+            )
+            card = ModelCard("m", "", IDENTITY, 1 << 20, 1 << 17, ())
+            controller.register_replica(info, card, 0.0)
+            self.report(number, RouteEvents(), 0.0, (), snapshot=True)
+
+    def store(self, number: int, hashes: tuple[bytes, ...]) -> RouteEvents:
+        """New hashes come, the oldest go: the pool stays full."""
+        resident = self.resident[number]
+        new = tuple(h for h in hashes if h not in resident)
+        resident.update(dict.fromkeys(new))
+        gone: list[bytes] = []
+        while len(resident) > self.capacity:
+            oldest = next(iter(resident))
+            del resident[oldest]
+            gone.append(oldest)
+        for route_hash in (*new, *gone):
+            self.digests[number] ^= int.from_bytes(route_hash)
+        return RouteEvents(stored_device=new, removed_device=tuple(gone))
+
+    def report(
+        self,
+        number: int,
+        events: RouteEvents,
+        now: float,
+        finished: tuple[int, ...],
+        *,
+        snapshot: bool = False,
+    ) -> float:
+        """Deliver one report; the µs of CPU that it took."""
+        self.sequence[number] += 1
+        report = ReplicaReport(
+            replica_id=str(number),
+            incarnation="a",
+            epoch=0,
+            sequence_number=self.sequence[number],
+            steps_done=self.sequence[number],
+            device=BlockCounts(cached_idle=self.num_blocks),
+            host=BlockCounts(),
+            leases=(),
+            finished_leases=finished,
+            num_waiting=0,
+            num_running=0,
+            waiting_prefill_tokens=0,
+            prefill_tokens_per_s=40_000.0,
+            decode_step_s=0.02,
+            copy_bytes_per_s=0.0,
+            preemptions=0,
+            events=events,
+            digest_device=self.digests[number],
+            is_snapshot=snapshot,
+        )
+        begin = time.thread_time_ns()
+        self.controller.report(report, now)
+        return (time.thread_time_ns() - begin) / 1e3
+
+
+def make_prompts(trace: Path | None, count: int) -> list[Int32Array]:
+    workload: Workload = (
+        load_trace(trace)
+        if trace is not None
+        else synthetic(SyntheticSpec(count, turn_tokens=4096, system_tokens=1024, turns=5))
+    )
+    return [request.prompt() for request in workload.requests[:count]]
+
+
+def bench_decisions(
+    prompts: list[Int32Array], num_replicas: int
+) -> tuple[list[float], list[float], list[float]]:
+    """µs of hashing, of reserve, and per index event."""
+    config = ControllerConfig(late_binding=LateBindingConfig())
+    controller = Controller(config, random.Random(0), 0.0)
+    replicas = Replicas(controller, num_replicas)
+    _fill(replicas)
+    hashing: list[float] = []
+    reserving: list[float] = []
+    events: list[float] = []
+    now = 1.0
+    for number, prompt in enumerate(prompts):
+        now += len(prompt) / (40_000.0 * num_replicas)
+        begin = time.thread_time_ns()
+        hashes = route_hashes(ROOT, prompt, BLOCK_SIZE)
+        hashed = time.thread_time_ns()
+        request = ReserveRequest(
+            request_key=f"q{number}",
+            attempt=1,
+            gateway_id="g",
+            model="m",
+            route_hashes=hashes,
+            num_tokens=len(prompt),
+            num_samples=1,
+            max_tokens=200,
+            admission_class=AdmissionClass.GUARANTEED,
+        )
+        answer = controller.reserve(request, now)
+        end = time.thread_time_ns()
+        hashing.append((hashed - begin) / 1e3)
+        reserving.append((end - hashed) / 1e3)
+        grants = [answer] if isinstance(answer, Lease) else []
+        grants += [g for g in controller.poll_grants("g", now) if isinstance(g, Lease)]
+        for lease in grants:
+            replica = int(lease.replica_id)
+            change = replicas.store(replica, hashes)
+            took = replicas.report(replica, change, now, (lease.lease_id,))
+            count = len(change.stored_device) + len(change.removed_device)
+            if count >= 32:
+                events.append(took / count)
+    controller.check_integrity()
+    return hashing, reserving, events
+
+
+def _fill(replicas: Replicas) -> None:
+    """Unique prompts until every pool is full."""
+    rng = random.Random(1)
+    for number in range(len(replicas.sequence)):
+        hashes = tuple(rng.randbytes(16) for _ in range(replicas.capacity))
+        replicas.report(number, replicas.store(number, hashes), 0.5, ())
+
+
+def measure_index_memory() -> float:
+    """Bytes of index per block of 16 tokens, one owner each."""
+    import tracemalloc
+
+    from pagefleet.cluster.prefix_index import PrefixIndex
+
+    rng = random.Random(2)
+    count = NUM_BLOCKS * BLOCK_SIZE // 256
+    gc.collect()
+    tracemalloc.start()
+    index = PrefixIndex()
+    for _ in range(8):
+        index.add_slot()
+    for number in range(count):
+        index.apply(number % 8, RouteEvents(stored_device=(rng.randbytes(16),)))
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return used / NUM_BLOCKS
+
+
+def timed(function: Callable[[], object]) -> float:
+    begin = time.thread_time_ns()
+    function()
+    return (time.thread_time_ns() - begin) / 1e3
+
+
+def bench_dynamo(prompts: list[Int32Array], num_replicas: int) -> float | None:
+    """Mean µs to hash and match in Dynamo's Rust tree; None where it is not installed."""
+    try:
+        dynamo = importlib.import_module("dynamo.llm")
+    except ImportError:
+        return None
+    tree = dynamo.RadixTree()
+    times: list[float] = []
+    for prompt in prompts:
+        tokens = prompt.tolist()
+        times.append(
+            timed(
+                lambda tokens=tokens: tree.find_matches(
+                    dynamo.compute_block_hash_for_seq(tokens, BLOCK_SIZE)
+                )
+            )
+        )
+    return float(np.mean(times))
+
+
+def bench_ray_tree(prompts: list[Int32Array], num_replicas: int) -> float | None:
+    """Mean µs to match in Ray Serve's prefix tree; None where it is not installed."""
+    try:
+        module = importlib.import_module(
+            "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree"
+        )
+    except ImportError:
+        return None
+    tree = module.PrefixTree()
+    names = [str(number) for number in range(num_replicas)]
+    tree.add_tenants(names, 0)
+    times: list[float] = []
+    for number, prompt in enumerate(prompts):
+        text = "".join(map(chr, prompt % 55_000 + 32))
+        times.append(timed(lambda text=text: tree.prefix_match(text)))
+        tree.insert(text, names[number % num_replicas], number)
+    return float(np.mean(times))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="fewer prompts")
+    options = parser.parse_args()
+    prompts = make_prompts(options.trace, 300 if options.quick else 3000)
+    mean_tokens = float(np.mean([len(prompt) for prompt in prompts]))
+    print(f"{len(prompts)} prompts of {mean_tokens:,.0f} tokens on average")
+    rows: list[Row] = []
+    for num_replicas in (8, 64):
+        hashing, reserving, events = bench_decisions(prompts, num_replicas)
+        total = np.add(hashing, reserving)
+        dynamo = bench_dynamo(prompts, num_replicas)
+        tree = bench_ray_tree(prompts[:300], num_replicas)
+        case = f"{num_replicas} replicas"
+        rows += [
+            Row(f"{case}, mean", "us", float(total.mean()), dynamo, "Dynamo RadixTree"),
+            Row(f"{case}, mean", "us", float(total.mean()), tree, "Ray Serve PrefixTree"),
+            Row(f"{case}, p99", "us", float(np.percentile(total, 99)), None, "-"),
+            Row(f"{case}, hashing", "us", float(np.mean(hashing)), None, "-"),
+            Row(f"{case}, reserve", "us", float(np.mean(reserving)), None, "-"),
+            Row(f"{case}, an event", "us", float(np.mean(events)), None, "-"),
+        ]
+    bytes_per_block = measure_index_memory()
+    rows.append(Row("index, per block", "bytes", bytes_per_block, None, "-"))
+    print_rows("router", rows)
+    if options.json is not None:
+        write_json(options.json, "router", rows)
+
+
+if __name__ == "__main__":
+    main()
