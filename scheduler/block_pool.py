@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from ..protos.messages import BlockCounts
-from .content_index import Content, ContentIndex
+from .content import Content, Tier
+from .content_index import ContentIndex
 from .eviction_list import EvictionList
 from .integrity import check
-from .route_residency import Tier
 
 
 class BlockPool:
@@ -62,8 +62,7 @@ class BlockPool:
         if missing > 0:
             if missing > len(self._idle):
                 return None
-            for _ in range(missing):
-                self._evict()
+            self._evict(missing)
         if not count:
             return []
         blocks = clean[: -count - 1 : -1]
@@ -73,12 +72,15 @@ class BlockPool:
             refs[block] = 1
         return blocks
 
-    def reference(self, blocks: Iterable[int]) -> None:
+    def reference(self, blocks: Sequence[int]) -> None:
         """One more holder each. An idle or fenced block is taken back into use."""
         refs = self._refs
+        unused = [block for block in blocks if not refs[block]]
+        if unused:
+            idle = [block for block in unused if block in self._idle]
+            self._idle.remove(idle)
+            self._num_fenced -= len(unused) - len(idle)
         for block in blocks:
-            if not refs[block]:
-                self._reactivate(block)
             refs[block] += 1
 
     def release(self, blocks: Sequence[int], fence: int = 0) -> None:
@@ -118,7 +120,7 @@ class BlockPool:
     def pin(self, block: int) -> None:
         """A copy between the tiers touches it: not to be rewritten before `unpin`."""
         if not self._pins[block] and block in self._idle:
-            self._idle.remove(block)
+            self._idle.remove((block,))
             self._num_fenced += 1
         self._pins[block] += 1
 
@@ -135,9 +137,9 @@ class BlockPool:
         """How many tables hold it."""
         return self._refs[block]
 
-    def is_idle(self, block: int) -> bool:
-        """Whether nobody holds or touches it, and it keeps content: taking it costs capacity."""
-        return block in self._idle
+    def count_idle(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` nobody holds or touches: taking them costs capacity."""
+        return self._idle.count(blocks)
 
     def content(self, block: int) -> Content | None:
         """What it is known to hold."""
@@ -165,14 +167,14 @@ class BlockPool:
         self._contents[block] = None
         self._index.detach(content, self._tier, block)
         if block in self._idle:
-            self._idle.remove(block)
+            self._idle.remove((block,))
             self._clean.append(block)
 
     def touch(self, block: int) -> None:
         """It was of use just now: if idle, let it be the last to be evicted."""
         if block in self._idle:
-            self._idle.remove(block)
-            self._idle.append(block)
+            self._idle.remove((block,))
+            self._idle.append((block,))
 
     def unpublish_all(self) -> int:
         """Drop the content of every block. Returns how many blocks had some."""
@@ -222,36 +224,36 @@ class BlockPool:
                 check(content.duplicates is not None and block in content.duplicates, state)
         check(num_fenced == self._num_fenced, f"{num_fenced} fenced, {self._num_fenced} counted")
 
-    def _reactivate(self, block: int) -> None:
-        if block in self._idle:
-            self._idle.remove(block)
-        else:
-            assert self._fences[block] or self._pins[block], f"block {block} holds nothing to hit"
-            self._num_fenced -= 1
-
     def _settle(self, blocks: Iterable[int], evict_first: bool = False) -> None:
         """Blocks that nobody holds or touches: idle if they are worth finding, else clean."""
+        contents, pins, tier = self._contents, self._pins, self._tier
+        clean = self._clean.append
+        idle: list[int] = []
         for block in blocks:
-            if self._pins[block]:
+            content = contents[block]
+            if pins[block]:
                 self._num_fenced += 1  # a copy still touches it
-                continue
-            content = self._contents[block]
-            if content is None:
-                self._clean.append(block)
-            elif content.blocks[self._tier] != block:
-                self._contents[block] = None
-                self._index.detach(content, self._tier, block)
-                self._clean.append(block)
-            elif evict_first:
-                self._idle.append_first(block)
+            elif content is None:
+                clean(block)
+            elif content.blocks[tier] == block:
+                idle.append(block)
             else:
-                self._idle.append(block)
+                contents[block] = None
+                self._index.detach(content, tier, block)
+                clean(block)
+        if evict_first:
+            self._idle.append_first(idle)
+        elif idle:
+            self._idle.append(idle)
 
-    def _evict(self) -> None:
-        block = self._idle.pop()
-        content = self._contents[block]
-        assert content is not None, f"idle block {block} has no content"
-        self._contents[block] = None
-        self._index.detach(content, self._tier, block)
-        self._clean.append(block)
-        self.num_evicted += 1
+    def _evict(self, count: int) -> None:
+        blocks = self._idle.pop(count)
+        contents, tier, detach = self._contents, self._tier, self._index.detach
+        for block in blocks:
+            content = contents[block]
+            assert content is not None, f"idle block {block} has no content"
+            contents[block] = None
+            detach(content, tier, block)
+        blocks.reverse()  # the first evicted is the first handed out
+        self._clean += blocks
+        self.num_evicted += count

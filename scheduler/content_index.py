@@ -13,52 +13,14 @@ parent's id: a hit needs equal tokens *and* the parent id of the hit before it.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence as Chain
 
+from .content import Content, Tier
 from .integrity import check
-from .route_residency import RouteResidency, Tier
+from .route_residency import RouteResidency
 
 # Roots differ by tenant salt and adapter, which clients choose: the table of them is bounded.
 MAX_NUM_ROOTS = 4096
 _NOWHERE = [None, None]
-
-
-class Content:
-    """One full block's tokens in their context. Made once, recycled with a new id.
-
-    id: 0 = this record is unused. parent_id: the id that `parent` had when this was published.
-    blocks: by tier, the block that is found for it. duplicates: device blocks that hold the same.
-    """
-
-    __slots__ = (
-        "blocks",
-        "duplicates",
-        "hash",
-        "id",
-        "key",
-        "parent",
-        "parent_id",
-        "tokens",
-    )
-
-    def __init__(self) -> None:
-        self.id = 0
-        self.hash = b""
-        self.key = b""
-        self.tokens = b""
-        self.parent: Content | None = None
-        self.parent_id = 0
-        self.blocks: list[int | None] = [None, None]
-        self.duplicates: list[int] | None = None
-
-    @property
-    def is_reachable(self) -> bool:
-        """Whether a prefix can still lead here: the parent it was published under lives."""
-        return self.parent is not None and self.parent.id == self.parent_id
-
-    def __repr__(self) -> str:
-        device, host = self.blocks
-        return f"Content(id={self.id}, device={device}, host={host})"
 
 
 class ContentIndex:
@@ -96,23 +58,33 @@ class ContentIndex:
             oldest.id = 0  # what was published under it can no longer be reached
         return root
 
-    def lookup(self, root: Content, hashes: Chain[bytes], blocks: Chain[bytes]) -> list[Content]:
+    def lookup(self, root: Content, hashes: list[bytes], blocks: list[bytes]) -> list[Content]:
         """The longest published prefix, on whichever tier. blocks: the token bytes of each."""
         found: list[Content] = []
-        append = found.append
-        get = self._contents.get
-        parent_id = root.id
+        append, get = found.append, self._contents.get
         keys = hashes if self._hash_bits == 128 else [self._key(h) for h in hashes]
-        for key, tokens in zip(keys, blocks, strict=False):
+        for key in keys:
             content = get(key)
             if content is None:
                 break
-            if content.parent_id != parent_id or content.tokens != tokens:
-                self.num_refused += content.is_reachable
-                break
             append(content)
-            parent_id = content.id
+        # All at once, since all of them are right but when hashes collide.
+        tokens = [content.tokens for content in found]
+        parents = [root.id, *[content.id for content in found]]
+        parents.pop()
+        if tokens != blocks[: len(found)] or [c.parent_id for c in found] != parents:
+            del found[self._first_refused(root, found, blocks) :]
         return found
+
+    def _first_refused(self, root: Content, found: list[Content], blocks: list[bytes]) -> int:
+        """How many of `found` are right: the tokens are equal, and each follows the one before."""
+        parent_id = root.id
+        for place, content in enumerate(found):
+            if content.parent_id != parent_id or content.tokens != blocks[place]:
+                self.num_refused += content.is_reachable
+                return place
+            parent_id = content.id
+        return len(found)
 
     def publish(
         self, parent: Content, block_hash: bytes, tokens: bytes, device_block: int
@@ -147,22 +119,19 @@ class ContentIndex:
 
     def add_stride(self, last: Content, num_blocks: int, route_hash: bytes) -> None:
         """`last` and the contents before it make one stride of the route chain."""
-        members: list[int] = []
-        missing = [0, 0]
+        members: list[Content] = []
         content = last
         for _ in range(num_blocks):
-            members.append(content.id)
-            missing[Tier.DEVICE] += content.blocks[Tier.DEVICE] is None
-            missing[Tier.HOST] += content.blocks[Tier.HOST] is None
+            members.append(content)
             assert content.parent is not None, f"{content} has too few predecessors"
             content = content.parent
-        self._routes.add(route_hash, tuple(members), missing)
+        self._routes.add(route_hash, members)
 
     def attach(self, content: Content, tier: Tier, block: int) -> None:
         """`block` holds it too: found from now on, or in reserve where another one is."""
         if content.blocks[tier] is None:
             content.blocks[tier] = block
-            self._routes.arrived(content.id, tier)
+            self._routes.arrived(content, tier)
             return
         assert tier is Tier.DEVICE, f"{content} is on the host already"
         if content.duplicates is None:
@@ -179,8 +148,9 @@ class ContentIndex:
             content.blocks[tier] = duplicates.pop()
         else:
             content.blocks[tier] = None
-            self._routes.left(content.id, tier)
-            if content.blocks == _NOWHERE:
+            if content.strides is not None:
+                self._routes.left(content, tier)
+            if content.blocks[1 - tier] is None:
                 self._retire(content)
 
     def contents(self) -> list[Content]:
@@ -204,7 +174,8 @@ class ContentIndex:
 
     def _retire(self, content: Content) -> None:
         del self._contents[content.key]
-        self._routes.retire(content.id)
+        if content.strides is not None:
+            self._routes.retire(content)
         content.id = 0
         content.parent = None
         content.tokens = b""

@@ -6,7 +6,7 @@ A doubly linked list in two arrays made once: append, remove and pop are O(1) an
     [num_blocks] ⇄ 17 ⇄ 4 ⇄ 9 ⇄ … ⇄ 3 ⇄ [num_blocks]        the ring closes in a node of its own
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from .integrity import check
 
@@ -32,41 +32,63 @@ class EvictionList:
     def __contains__(self, block: int) -> bool:
         return self._next[block] != block
 
-    def append(self, block: int) -> None:
-        """Make it the last to be evicted."""
-        ring = self._ring
-        last = self._previous[ring]
-        self._next[last] = block
-        self._previous[block] = last
-        self._next[block] = ring
-        self._previous[ring] = block
-        self._length += 1
+    def append(self, blocks: Iterable[int]) -> None:
+        """Make them the last to be evicted, in this order."""
+        following, previous, ring = self._next, self._previous, self._ring
+        last = previous[ring]
+        count = 0
+        for block in blocks:
+            following[last] = block
+            previous[block] = last
+            last = block
+            count += 1
+        following[last] = ring
+        previous[ring] = last
+        self._length += count
 
-    def append_first(self, block: int) -> None:
-        """Make it the next to be evicted."""
-        ring = self._ring
-        first = self._next[ring]
-        self._previous[first] = block
-        self._next[block] = first
+    def append_first(self, blocks: Iterable[int]) -> None:
+        """Make each the next to be evicted, the last of them before the others."""
+        following, previous, ring = self._next, self._previous, self._ring
+        for block in blocks:
+            first = following[ring]
+            previous[first] = block
+            following[block] = first
+            previous[block] = ring
+            following[ring] = block
+            self._length += 1
+
+    def remove(self, blocks: Iterable[int]) -> None:
+        """Take them out, wherever they stand."""
+        following, previous = self._next, self._previous
+        count = 0
+        for block in blocks:
+            after, before = following[block], previous[block]
+            following[before] = after
+            previous[after] = before
+            following[block] = block
+            count += 1
+        self._length -= count
+
+    def pop(self, count: int) -> list[int]:
+        """Take out the next `count` to be evicted; there must be so many."""
+        assert count <= self._length, f"{count} of {self._length} blocks to evict"
+        following, ring = self._next, self._ring
+        blocks: list[int] = []
+        block = following[ring]
+        for _ in range(count):
+            blocks.append(block)
+            after = following[block]
+            following[block] = block
+            block = after
+        following[ring] = block
         self._previous[block] = ring
-        self._next[ring] = block
-        self._length += 1
+        self._length -= count
+        return blocks
 
-    def remove(self, block: int) -> None:
-        """Take it out, wherever it stands."""
-        following = self._next[block]
-        before = self._previous[block]
-        self._next[before] = following
-        self._previous[following] = before
-        self._next[block] = self._previous[block] = block
-        self._length -= 1
-
-    def pop(self) -> int:
-        """Take out the next to be evicted. The list must not be empty."""
-        block = self._next[self._ring]
-        assert block != self._ring, "the eviction list is empty"
-        self.remove(block)
-        return block
+    def count(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` are in the list."""
+        following = self._next
+        return sum([following[block] != block for block in blocks])
 
     def check_integrity(self) -> None:
         """Both directions tell the same, and the length is right."""

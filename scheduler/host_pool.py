@@ -9,9 +9,9 @@ from enum import Enum, auto
 
 from ..protos.messages import BlockCounts
 from .block_pool import BlockPool
-from .content_index import Content, ContentIndex
+from .content import Content, Tier
+from .content_index import ContentIndex
 from .integrity import check
-from .route_residency import Tier
 
 
 class Lookup(Enum):

@@ -17,7 +17,7 @@ import numpy as np
 
 from .block_pool import BlockPool
 from .config import SchedulerConfig
-from .content_index import Content
+from .content import Content
 from .costs import CostModel
 from .host_pool import HostPool, Lookup
 from .integrity import check

@@ -5,19 +5,20 @@ row runs; copy-on-write replaces its last entry. Every operation is atomic: it t
 blocks it needs, or none and nothing has changed.
 """
 
+from collections.abc import Sequence as Array
 from dataclasses import dataclass
 
 import numpy as np
 
 from .block_hash import extend_chain, split_blocks, stride_blocks
 from .block_pool import BlockPool
-from .content_index import Content, ContentIndex
+from .content import Content, Tier
+from .content_index import ContentIndex
 from .host_pool import HostPool
 from .host_tier import HostTier, Move
 from .integrity import check
 from .output import DeviceCopy, Int32Array
 from .request import Publication, Sequence
-from .route_residency import Tier
 from .running_batch import RunningBatch
 
 # A row whose next block shall never be published.
@@ -25,31 +26,31 @@ _NEVER = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixBlock:
-    """One block that a sequence need not compute.
-
-    device_block: where it is, or is being loaded to; None = it has to be loaded from host_block.
-    content: None for a swapped block that only its sequence knows.
-    """
-
-    device_block: int | None
-    host_block: int | None
-    content: Content | None
-
-
-@dataclass(frozen=True, slots=True)
 class Prefix:
-    """What a sequence could start from.
+    """What a sequence could start from, block by block.
 
-    num_resident: blocks that are on the device. num_idle: those of them that nobody holds, which
-    cost capacity when they are taken. arriving: contents that are on their way for others.
+    device_blocks: where each is, or is being loaded to; None = to be loaded from its host block.
+    contents, host_blocks: None where there is none; host_blocks is empty if nothing is loaded.
+    num_idle: device blocks that nobody holds, which cost capacity when they are taken.
+    arriving: contents that are on their way for others.
     """
 
-    blocks: tuple[PrefixBlock, ...] = ()
     num_computed: int = 0
-    num_resident: int = 0
+    device_blocks: Array[int | None] = ()
+    host_blocks: Array[int | None] = ()
+    contents: Array[Content | None] = ()
     num_idle: int = 0
-    arriving: tuple[Content, ...] = ()
+    arriving: Array[Content] = ()
+
+    @property
+    def num_resident(self) -> int:
+        """Blocks that need not be allocated."""
+        if not self.host_blocks:
+            return len(self.device_blocks)
+        return sum(block is not None for block in self.device_blocks)
+
+
+_NOTHING = Prefix()
 
 
 class KVCacheManager:
@@ -101,55 +102,63 @@ class KVCacheManager:
         root = self._index.root(sequence.request.root_hash)
         chain = sequence.chain
         contents = self._index.lookup(root, chain.hashes[:limit], chain.tokens[:limit])
-        blocks: list[PrefixBlock] = []
+        if not contents:
+            return _NOTHING
+        device_blocks = [b for content in contents if (b := content.blocks[0]) is not None]
+        if len(device_blocks) == len(contents):
+            num_idle = self._pool.count_idle(device_blocks)
+            return Prefix(len(contents) * self.block_size, device_blocks, (), contents, num_idle)
+        return self._two_tier_prefix(contents, tier, loads_pay)
+
+    def _two_tier_prefix(self, contents: list[Content], tier: HostTier, loads_pay: bool) -> Prefix:
+        device_blocks: list[int | None] = []
         for content in contents:
-            device_block, host_block = content.blocks
-            if device_block is None:
-                device_block = tier.arriving(content)
-                if device_block is None and not loads_pay:
-                    break
-            blocks.append(PrefixBlock(device_block, host_block, content))
-        return self._prefix(blocks, len(blocks) * self.block_size)
+            block = content.blocks[Tier.DEVICE]
+            if block is None:
+                block = tier.arriving(content)
+            if block is None and not loads_pay:
+                break
+            device_blocks.append(block)
+        count = len(device_blocks)
+        host_blocks = [content.blocks[Tier.HOST] for content in contents[:count]]
+        return self._prefix(count * self.block_size, device_blocks, host_blocks, contents[:count])
 
     def find_swapped(self, sequence: Sequence, tier: HostTier) -> Prefix:
         """What a swapped sequence left, on the device where it still is."""
         swapped = sequence.swapped
         assert swapped is not None, f"{sequence} is not swapped"
-        blocks: list[PrefixBlock] = []
+        device_blocks: list[int | None] = []
+        contents: list[Content | None] = []
         for entry in swapped.blocks:
-            content, device_block = entry.content, None
+            content, block = entry.content, None
             if content is not None and content.id != entry.content_id:
                 content = None
             if content is not None:
-                device_block = content.blocks[Tier.DEVICE]
-                if device_block is None:
-                    device_block = tier.arriving(content)
-            blocks.append(PrefixBlock(device_block, entry.host_block, content))
-        return self._prefix(blocks, swapped.num_computed)
+                block = content.blocks[Tier.DEVICE]
+                if block is None:
+                    block = tier.arriving(content)
+            device_blocks.append(block)
+            contents.append(content)
+        host_blocks = [entry.host_block for entry in swapped.blocks]
+        return self._prefix(swapped.num_computed, device_blocks, host_blocks, contents)
 
     def admit(self, sequence: Sequence, prefix: Prefix, publishes: bool) -> list[Move]:
         """Take a row, and blocks for all known tokens; the caller has made sure of both.
 
         Returns the blocks that have to be loaded before the row may run.
         """
-        resident = [b.device_block for b in prefix.blocks if b.device_block is not None]
+        resident = [block for block in prefix.device_blocks if block is not None]
         self._pool.reference(resident)  # before allocation, which would evict them
         num_fresh = self.num_blocks_for(len(sequence.token_ids)) - len(resident)
         fresh = self._pool.allocate(num_fresh)
         assert fresh is not None, f"{num_fresh} of {self._pool.num_free} blocks not to be had"
         row = self._batch.enter(sequence, prefix.num_computed)
-        supply = iter(fresh)
         moves: list[Move] = []
-        table: list[int] = []
-        for block in prefix.blocks:
-            place = block.device_block
-            if place is None:
-                place = next(supply)
-                assert block.host_block is not None, f"{block} is nowhere"
-                content_id = 0 if block.content is None else block.content.id
-                moves.append(Move(place, block.host_block, block.content, content_id))
-            table.append(place)
-        self._set_table(row, [*table, *supply])
+        if len(resident) < len(prefix.device_blocks):
+            num_loaded = len(prefix.device_blocks) - len(resident)
+            resident, moves = _place_loads(prefix, fresh[:num_loaded])
+            del fresh[:num_loaded]
+        self._set_table(row, resident + fresh)
         if sequence.swapped is None or sequence.publication is None:
             self._begin_publication(sequence, prefix, publishes)
         self._await_publication(row, sequence.publication)
@@ -334,28 +343,28 @@ class KVCacheManager:
         chain.hashes += extend_chain(previous, blocks)
         chain.tokens += blocks
 
-    def _prefix(self, blocks: list[PrefixBlock], num_computed: int) -> Prefix:
-        resident = [b.device_block for b in blocks if b.device_block is not None]
+    def _prefix(
+        self,
+        num_computed: int,
+        device_blocks: Array[int | None],
+        host_blocks: Array[int | None],
+        contents: Array[Content | None],
+    ) -> Prefix:
+        """With what is idle or arriving among the blocks found out."""
+        resident = [block for block in device_blocks if block is not None]
         arriving = [
-            b.content
-            for b in blocks
-            if b.content is not None
-            and b.device_block is not None
-            and b.content.blocks[Tier.DEVICE] is None
+            content
+            for content, block in zip(contents, device_blocks, strict=True)
+            if content is not None and block is not None and content.blocks[Tier.DEVICE] is None
         ]
-        return Prefix(
-            blocks=tuple(blocks),
-            num_computed=num_computed,
-            num_resident=len(resident),
-            num_idle=sum(map(self._pool.is_idle, resident)),
-            arriving=tuple(arriving),
-        )
+        num_idle = self._pool.count_idle(resident)
+        return Prefix(num_computed, device_blocks, host_blocks, contents, num_idle, arriving)
 
     def _begin_publication(self, sequence: Sequence, prefix: Prefix, publishes: bool) -> None:
-        last = prefix.blocks[-1].content if prefix.blocks else None
+        last = prefix.contents[-1] if prefix.contents else None
         if last is None:
             last = self._index.root(sequence.request.root_hash)
-        sequence.publication = Publication(last, last.id, len(prefix.blocks), not publishes)
+        sequence.publication = Publication(last, last.id, len(prefix.contents), not publishes)
 
     def _partial_tail(self, row: int) -> int | None:
         """The block in which the row's next position lies, if something stands in it already."""
@@ -374,3 +383,19 @@ class KVCacheManager:
         self._batch.next_publish[row] = (
             _NEVER if publication.stopped else (publication.num_blocks + 1) * self.block_size
         )
+
+
+def _place_loads(prefix: Prefix, fresh: list[int]) -> tuple[list[int], list[Move]]:
+    """The table with `fresh` where a block has to be loaded, and the loads."""
+    table: list[int] = []
+    moves: list[Move] = []
+    supply = iter(fresh)
+    for block, host_block, content in zip(
+        prefix.device_blocks, prefix.host_blocks, prefix.contents, strict=True
+    ):
+        if block is None:
+            block = next(supply)
+            assert host_block is not None, f"{content} is nowhere"
+            moves.append(Move(block, host_block, content, 0 if content is None else content.id))
+        table.append(block)
+    return table, moves

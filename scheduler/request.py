@@ -17,7 +17,7 @@ from ..protos.messages import (
     TokenLogprobs,
     Usage,
 )
-from .content_index import Content
+from .content import Content
 from .output import Int32Array
 
 _CLASS_RANKS = {

@@ -1,30 +1,10 @@
 """Which strides of the route chain are resident on which tier, and what changed since last asked.
 
-A stride is resident where all its blocks' contents are. Knows contents by their ids only.
+A stride is resident where all its blocks' contents are. Knows no block and no hash but these.
 """
 
-from collections.abc import Iterable
-from enum import IntEnum
-
 from ..protos.messages import RouteEvents
-
-
-class Tier(IntEnum):
-    """Where a block lives."""
-
-    DEVICE = 0
-    HOST = 1
-
-
-class _Stride:
-    """missing: per tier, how many of `members` (content ids) are not there."""
-
-    __slots__ = ("members", "missing", "route_hash")
-
-    def __init__(self, route_hash: bytes, members: tuple[int, ...], missing: list[int]) -> None:
-        self.route_hash = route_hash
-        self.members = members
-        self.missing = missing
+from .content import Content, Stride, Tier
 
 
 class _TierLog:
@@ -64,48 +44,47 @@ class RouteResidency:
     """Follows contents as they come to a tier and leave it."""
 
     def __init__(self) -> None:
-        self._strides_of: dict[int, list[_Stride]] = {}
-        self._known: set[bytes] = set()
         self._tiers = (_TierLog(), _TierLog())
 
-    def add(self, route_hash: bytes, members: tuple[int, ...], missing: list[int]) -> None:
-        """A stride became known. missing: per tier, how many members are not there now.
+    def add(self, route_hash: bytes, members: list[Content]) -> None:
+        """A stride became known. members: its contents, last one first.
 
         Nothing happens if it was known: another sequence of the same tokens came first.
         """
-        if route_hash in self._known:
+        last = members[0]
+        if last.strides is not None and any(s.members[0] is last for s in last.strides):
             return
-        self._known.add(route_hash)
-        stride = _Stride(route_hash, members, missing)
-        for content_id in members:
-            self._strides_of.setdefault(content_id, []).append(stride)
+        stride = Stride(route_hash, members)
+        for content in members:
+            if content.strides is None:
+                content.strides = [stride]
+            else:
+                content.strides.append(stride)
         for tier in Tier:
-            if not missing[tier]:
+            if not stride.missing[tier]:
                 self._tiers[tier].store(route_hash)
 
-    def arrived(self, content_id: int, tier: Tier) -> None:
+    def arrived(self, content: Content, tier: Tier) -> None:
         """The first copy of a content on this tier may be used now."""
-        for stride in self._strides_of.get(content_id, ()):
+        for stride in content.strides or ():
             stride.missing[tier] -= 1
             if not stride.missing[tier]:
                 self._tiers[tier].store(stride.route_hash)
 
-    def left(self, content_id: int, tier: Tier) -> None:
+    def left(self, content: Content, tier: Tier) -> None:
         """The last copy of a content on this tier is gone."""
-        for stride in self._strides_of.get(content_id, ()):
+        for stride in content.strides or ():
             if not stride.missing[tier]:
                 self._tiers[tier].remove(stride.route_hash)
             stride.missing[tier] += 1
 
-    def retire(self, content_id: int) -> None:
+    def retire(self, content: Content) -> None:
         """A content is on no tier any more: its strides can never be whole again."""
-        for stride in self._strides_of.pop(content_id, ()):
-            self._known.discard(stride.route_hash)
+        for stride in content.strides or ():
             for member in stride.members:
-                if member != content_id and (others := self._strides_of.get(member)) is not None:
-                    others.remove(stride)
-                    if not others:
-                        del self._strides_of[member]
+                if member is not content and member.strides is not None:
+                    member.strides.remove(stride)
+        content.strides = None
 
     def take_events(self) -> RouteEvents:
         """The net change since the last call. The digests now speak of after it."""
@@ -132,12 +111,3 @@ class RouteResidency:
         """XOR of the resident route hashes per tier, as of the last events or snapshot taken."""
         device, host = self._tiers
         return device.digest, host.digest
-
-    def resident(self, tier: Tier) -> Iterable[bytes]:
-        """The route hashes on this tier now."""
-        return self._tiers[tier].resident
-
-    @property
-    def num_tracked(self) -> int:
-        """Contents that belong to a stride."""
-        return len(self._strides_of)

@@ -77,7 +77,7 @@ class Parts:
 
     def found_blocks(self, prompt: int | list[int]) -> list[int]:
         """The device blocks that a sequence with this prompt would start from."""
-        return [block.device_block for block in self.find_prefix(self.sequence(prompt)).blocks]
+        return list(self.find_prefix(self.sequence(prompt)).device_blocks)
 
     def num_stored(self) -> int:
         """Positions in referenced blocks that hold KV, a shared one counted once."""

@@ -163,6 +163,6 @@ def test_collision_is_refused_with_its_descendants(parts_factory):
     assert parts.index.num_refused > 0
     assert len(parts.index) <= 2
     for value in range(3):
-        for block in parts.find_prefix(parts.sequence([value] * 13)).blocks:
-            assert set(block.content.tokens[::4]) == {value}
+        for content in parts.find_prefix(parts.sequence([value] * 13)).contents:
+            assert set(content.tokens[::4]) == {value}
     parts.check()

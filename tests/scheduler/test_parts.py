@@ -4,12 +4,13 @@ import pytest
 from scheduler_harness import make_request
 
 from pagefleet.protos.messages import AdmissionClass
+from pagefleet.scheduler.content import Content, Tier
 from pagefleet.scheduler.eviction_list import EvictionList
 from pagefleet.scheduler.lease_ledger import LeaseLedger
 from pagefleet.scheduler.preemption import Candidate, VictimChoice
 from pagefleet.scheduler.request import Request, Sequence
 from pagefleet.scheduler.request_queue import RequestQueue
-from pagefleet.scheduler.route_residency import RouteResidency, Tier
+from pagefleet.scheduler.route_residency import RouteResidency
 
 
 def make_sequence(arrival: int, **fields: object) -> Sequence:
@@ -95,44 +96,73 @@ def test_shared_block_is_freed_with_its_last_holder(choice):
 
 def test_eviction_list_keeps_order_through_removals():
     idle = EvictionList(6)
-    for block in (3, 1, 4, 0):
-        idle.append(block)
-    idle.append_first(5)
-    idle.remove(4)
+    idle.append([3, 1, 4, 0])
+    idle.append_first([5])
+    idle.remove([4])
     assert list(idle) == [5, 3, 1, 0]
     assert 4 not in idle and 3 in idle
-    assert idle.pop() == 5
-    idle.append(4)
+    assert idle.count([4, 3, 5, 2]) == 2
+    assert idle.pop(2) == [5, 3]
+    idle.append([4])
     idle.check_integrity()
-    assert list(idle) == [3, 1, 0, 4]
-    assert len(idle) == 4
+    assert list(idle) == [1, 0, 4]
+    assert idle.pop(3) == [1, 0, 4]
+    idle.append_first([2, 3])
+    assert list(idle) == [3, 2]
+    idle.check_integrity()
+
+
+def make_contents(count: int, *tiers: Tier) -> list[Content]:
+    contents = [Content() for _ in range(count)]
+    for content in contents:
+        for tier in tiers:
+            content.blocks[tier] = 0
+    return contents
 
 
 def test_stride_is_resident_where_all_its_blocks_are():
     routes = RouteResidency()
-    routes.add(b"a" * 16, (1, 2), [1, 2])
+    contents = make_contents(2, Tier.DEVICE)
+    contents[0].blocks[Tier.DEVICE] = None
+    routes.add(b"a" * 16, contents)
     assert routes.take_events().stored_device == ()
-    routes.arrived(2, Tier.DEVICE)
+    routes.arrived(contents[0], Tier.DEVICE)
     assert routes.take_events().stored_device == (b"a" * 16,)
     assert routes.digests == (int.from_bytes(b"a" * 16), 0)
-    routes.left(1, Tier.DEVICE)
+    routes.left(contents[1], Tier.DEVICE)
     assert routes.take_events().removed_device == (b"a" * 16,)
     assert routes.digests == (0, 0)
 
 
+def test_a_stride_is_reported_once_however_often_it_is_found():
+    routes = RouteResidency()
+    contents = make_contents(2, Tier.DEVICE)
+    routes.add(b"a" * 16, contents)
+    routes.add(b"a" * 16, contents)
+    routes.take_events()
+    assert routes.digests == (int.from_bytes(b"a" * 16), 0)
+
+
 def test_what_came_and_went_between_reports_is_not_reported():
     routes = RouteResidency()
-    routes.add(b"a" * 16, (1,), [0, 1])
-    routes.left(1, Tier.DEVICE)
+    contents = make_contents(1, Tier.DEVICE)
+    routes.add(b"a" * 16, contents)
+    routes.left(contents[0], Tier.DEVICE)
     events = routes.take_events()
     assert not events.stored_device and not events.removed_device
-    routes.retire(1)
-    assert routes.num_tracked == 0
+
+
+def test_retired_content_takes_its_strides_along():
+    routes = RouteResidency()
+    first, last = make_contents(2, Tier.DEVICE)
+    routes.add(b"a" * 16, [last, first])
+    routes.retire(last)
+    assert not first.strides and last.strides is None
 
 
 def test_snapshot_holds_everything_and_settles_the_events():
     routes = RouteResidency()
-    routes.add(b"a" * 16, (1,), [0, 0])
+    routes.add(b"a" * 16, make_contents(1, Tier.DEVICE, Tier.HOST))
     snapshot = routes.snapshot()
     assert snapshot.stored_device == snapshot.stored_host == (b"a" * 16,)
     assert routes.take_events().stored_device == ()
