@@ -9,6 +9,8 @@ from ..scheduler.config import PreemptionMode, SchedulerConfig
 class WorkerConfig:
     """What one rank of a replica loads, and how much it may take.
 
+    Sizes in bytes are each rank's own; the rank with room for the fewest blocks counts for all.
+
     model: a Hugging Face checkpoint folder, or a hub id (revision: its branch, tag or commit).
     device: "auto" (a GPU where there is one), "cpu", "cuda", "cuda:1".
     dtype: "auto" (float32 on the CPU, else the checkpoint's), "float32", "bfloat16".
