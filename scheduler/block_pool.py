@@ -58,6 +58,10 @@ class BlockPool:
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks with one reference each, or None and nothing changed."""
         clean = self._clean
+        if count == 1 and clean:
+            block = clean.pop()
+            self._refs[block] = 1
+            return [block]
         missing = count - len(clean)
         if missing > 0:
             if missing > len(self._idle):
@@ -248,12 +252,11 @@ class BlockPool:
 
     def _evict(self, count: int) -> None:
         blocks = self._idle.pop(count)
-        contents, tier, detach = self._contents, self._tier, self._index.detach
+        contents = self._contents
+        evicted = [contents[block] for block in blocks]
         for block in blocks:
-            content = contents[block]
-            assert content is not None, f"idle block {block} has no content"
             contents[block] = None
-            detach(content, tier, block)
+        self._index.detach_all(evicted, self._tier, blocks)
         blocks.reverse()  # the first evicted is the first handed out
         self._clean += blocks
         self.num_evicted += count

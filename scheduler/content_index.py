@@ -68,6 +68,8 @@ class ContentIndex:
             if content is None:
                 break
             append(content)
+        if not found:
+            return found
         # All at once, since all of them are right but when hashes collide.
         tokens = [content.tokens for content in found]
         parents = [root.id, *[content.id for content in found]]
@@ -140,22 +142,37 @@ class ContentIndex:
 
     def detach(self, content: Content, tier: Tier, block: int) -> None:
         """`block` no longer holds it; a duplicate takes over where there is one."""
-        duplicates = content.duplicates if tier is Tier.DEVICE else None
-        if content.blocks[tier] != block:
+        blocks, duplicates = content.blocks, content.duplicates
+        if blocks[tier] != block:
             assert duplicates is not None, f"{content} has no duplicate {block}"
             duplicates.remove(block)
-        elif duplicates:
-            content.blocks[tier] = duplicates.pop()
+        elif duplicates and tier is Tier.DEVICE:
+            blocks[tier] = duplicates.pop()
         else:
-            content.blocks[tier] = None
+            blocks[tier] = None
             if content.strides is not None:
                 self._routes.left(content, tier)
-            if content.blocks[1 - tier] is None:
+            if blocks[1 - tier] is None:
                 self._retire(content)
 
-    def contents(self) -> list[Content]:
-        """Everything published."""
-        return list(self._contents.values())
+    def detach_all(self, contents: list[Content | None], tier: Tier, blocks: list[int]) -> None:
+        """Take each content from its block. Those that are in no other block and in no stride,
+        most of what is evicted, go at once."""
+        known, unused, other = self._contents, self._unused.append, 1 - tier
+        for content, block in zip(contents, blocks, strict=True):
+            assert content is not None, f"block {block} has no content"
+            if (
+                content.strides is not None
+                or content.duplicates
+                or content.blocks[other] is not None
+            ):
+                self.detach(content, tier, block)
+                continue
+            content.blocks[tier] = None
+            del known[content.key]
+            content.id = 0
+            content.parent = None
+            unused(content)
 
     def check_integrity(self) -> None:
         """Every record is in use or not, and every use is consistent."""
@@ -178,7 +195,6 @@ class ContentIndex:
             self._routes.retire(content)
         content.id = 0
         content.parent = None
-        content.tokens = b""
         content.duplicates = None
         self._unused.append(content)
 

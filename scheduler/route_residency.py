@@ -84,6 +84,8 @@ class RouteResidency:
             for member in stride.members:
                 if member is not content and member.strides is not None:
                     member.strides.remove(stride)
+                    if not member.strides:
+                        member.strides = None
         content.strides = None
 
     def take_events(self) -> RouteEvents:
