@@ -64,22 +64,35 @@ class KernelBackend(Protocol):
         """Rotate q and k by position (half-split pairs), write k and v to their slots.
 
         q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]; inputs may be strided
-        views of one fused projection. cos_sin: float32 [max_positions, rotary_dim], cos then sin.
+        views of one fused projection. cos_sin: float32 [max_positions, rotary_dim], cos then sin;
+        dimensions from rotary_dim on pass through, so a table of width 0 rotates nothing.
         Returns the rotated q, contiguous.
         """
         ...
 
     def attention(
-        self, q: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, scale: float
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
     ) -> Tensor:
         """Causal attention of q [T, num_heads, head_dim] over the paged cache → the same shape.
 
         Query head h reads KV head h // (num_heads // num_kv_heads). Softmax in float32.
+        window: how many keys a query sees, its own included; older ones are masked, and their
+        slots may hold anything. soft_cap: scaled scores become soft_cap * tanh(score / soft_cap).
         """
         ...
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up [T, 2 * ffn] (gate first) → silu(gate) * up, [T, ffn]."""
+        ...
+
+    def gelu_tanh_and_mul(self, gate_up: Tensor) -> Tensor:
+        """As `silu_and_mul`, with GELU in its tanh approximation."""
         ...
 
     def copy_slots(self, pool: Tensor, sources: Tensor, targets: Tensor, num_slots: Tensor) -> None:

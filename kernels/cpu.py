@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .backend import LinearWeight
 from .metadata import AttentionMetadata
+from .reference import ReferenceBackend
 
 _LIBRARY_PATH = Path(__file__).with_name("_cpu.so")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -168,7 +169,8 @@ class CpuBackend:
         weight_dtype: how `pack_linear` stores weights; None keeps the dtype they come in.
             Narrower weights are widened as they are read: products are float32 all the same.
         num_threads: None takes torch's number at the time of construction.
-        deterministic: accepted for symmetry with `reference`; results always are.
+        deterministic: compiled results always are; attention with a window or a soft cap,
+            which `reference` computes, is so on request.
     """
 
     name = "cpu"
@@ -189,6 +191,8 @@ class CpuBackend:
         self._library = library
         self._attention = _AttentionArgs(threads=self.num_threads)
         self._rope = _RopeArgs(threads=self.num_threads)
+        # What is not compiled: attention with a window or a soft cap, GELU.
+        self._reference = ReferenceBackend(deterministic)
         self._attention_layout: tuple[object, ...] = ()
         self._rope_layout: tuple[object, ...] = ()
 
@@ -345,8 +349,18 @@ class CpuBackend:
         arguments.rotary_dim = cos_sin.shape[1]
 
     def attention(
-        self, q: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, scale: float
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
     ) -> Tensor:
+        if not self.deterministic and window is not None and window >= metadata.max_context_len:
+            window = None
+        if window is not None or soft_cap is not None:
+            return self._reference.attention(q, kv_layer, metadata, scale, window, soft_cap)
         q = q.contiguous()
         out = torch.empty_like(q)
         arguments = self._attention
@@ -385,6 +399,9 @@ class CpuBackend:
             self.num_threads,
         )
         return out
+
+    def gelu_tanh_and_mul(self, gate_up: Tensor) -> Tensor:
+        return self._reference.gelu_tanh_and_mul(gate_up)
 
     def copy_slots(self, pool: Tensor, sources: Tensor, targets: Tensor, num_slots: Tensor) -> None:
         assert pool.is_contiguous(), "blocks are copied as one piece per plane"

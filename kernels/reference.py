@@ -20,6 +20,7 @@ from .metadata import AttentionMetadata
 ROW_TILE = 16  # rows of one product in deterministic mode
 QUERY_TILE = 16  # queries of one attention tile in deterministic mode
 KV_SPLIT = 256  # keys of one attention split in deterministic mode
+_LOWEST = -1e30  # below every score
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,28 @@ class TorchLinear:
     bias: Tensor | None
     out_features: int
     in_features: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What becomes of products of queries and keys; see `KernelBackend.attention`."""
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+    def capped(self, scores: Tensor) -> Tensor:
+        """The scaled scores, soft-capped where they are to be."""
+        if self.soft_cap is None:
+            return scores
+        return torch.tanh(scores / self.soft_cap) * self.soft_cap
+
+    def hidden(self, keys: Tensor, queries: Tensor) -> Tensor:
+        """Which positions `keys` [K] a query at `queries` [Q] does not see: bool [Q, K]."""
+        hidden = keys > queries[:, None]
+        if self.window is not None:
+            hidden |= keys <= queries[:, None] - self.window
+        return hidden
 
 
 class ReferenceBackend:
@@ -80,24 +103,35 @@ class ReferenceBackend:
         return rotate(q, cos, sin)
 
     def attention(
-        self, q: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, scale: float
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
     ) -> Tensor:
         out = torch.empty_like(q)
+        scores = Scores(scale, window, soft_cap)
         first = 0 if self.deterministic else metadata.num_decodes
         if first > 0:
-            out[:first] = _attend_decodes(q[:first], kv_layer, metadata, scale)
+            out[:first] = _attend_decodes(q[:first], kv_layer, metadata, scores)
         starts = metadata.query_starts.tolist()
         context_lens = metadata.context_lens.tolist()
         attend = _attend_in_splits if self.deterministic else _attend_prefill
         for index in range(first, len(context_lens)):
             begin, end = starts[index], starts[index + 1]
             k, v = _gather(kv_layer, metadata.block_tables[index], context_lens[index])
-            out[begin:end] = attend(q[begin:end], k, v, scale)
+            out[begin:end] = attend(q[begin:end], k, v, scores)
         return out
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def gelu_tanh_and_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
 
     def copy_slots(self, pool: Tensor, sources: Tensor, targets: Tensor, num_slots: Tensor) -> None:
         block_copy.copy_slots(pool, sources, targets, num_slots)
@@ -125,7 +159,7 @@ def _gather(kv_layer: Tensor, table: Tensor, context_len: int) -> tuple[Tensor, 
 
 
 def _attend_decodes(
-    q: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, scale: float
+    q: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, scores: Scores
 ) -> Tensor:
     """All sequences of one query at once, padded to the longest; the heads of a group are
     given to torch as queries, which needs no copy of K/V per head."""
@@ -138,24 +172,27 @@ def _attend_decodes(
     # Entries past a table's end may hold anything: read its first block there instead.
     inside = torch.arange(num_blocks, device=q.device) < needed[:, None]
     blocks = torch.where(inside, tables, tables[:, :1]).flatten()
-    junk = torch.arange(num_blocks * block_size, device=q.device) >= context_lens[:, None]
+    positions = torch.arange(num_blocks * block_size, device=q.device)
+    hidden = scores.hidden(positions, context_lens - 1)
     shape = (num_decodes, num_blocks * block_size, num_kv_heads, head_dim)
     dense: list[Tensor] = []
     for part in (0, 1):
         gathered = kv_layer[:, part].index_select(0, blocks).view(shape)
         # A mask alone would let NaN through.
-        gathered.masked_fill_(junk[:, :, None, None], 0)
+        gathered.masked_fill_(hidden[:, :, None, None], 0)
         dense.append(gathered.transpose(1, 2))
     grouped = q.view(num_decodes, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    out = F.scaled_dot_product_attention(
-        grouped, dense[0], dense[1], attn_mask=~junk[:, None, None, :], scale=scale
-    )
+    out = _attend(grouped, dense[0], dense[1], ~hidden[:, None, None, :], scores)
     return out.reshape(num_decodes, num_heads, head_dim)
 
 
-def _attend_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _attend_prefill(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     """Causal attention of one sequence's last len(q) tokens over its whole context."""
     num_queries, num_heads, head_dim = q.shape
+    if scores.window is not None:
+        # What no query sees may hold anything.
+        visible = min(len(k), num_queries + scores.window - 1)
+        k, v = k[-visible:], v[-visible:]
     context_len, num_kv_heads, _ = k.shape
     group = num_heads // num_kv_heads
     grouped = q.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
@@ -163,16 +200,28 @@ def _attend_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     keys = k.permute(1, 0, 2).unsqueeze(1).expand(shape)
     values = v.permute(1, 0, 2).unsqueeze(1).expand(shape)
     mask = None
-    if num_queries != context_len:
-        ones = torch.ones(num_queries, context_len, dtype=torch.bool, device=q.device)
-        mask = ones.tril(context_len - num_queries)
-    out = F.scaled_dot_product_attention(
-        grouped, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
-    )
+    if num_queries != context_len or scores.window is not None:
+        positions = torch.arange(context_len, device=q.device)
+        mask = ~scores.hidden(positions, positions[context_len - num_queries :])
+    out = _attend(grouped, keys, values, mask, scores)
     return out.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim)
 
 
-def _attend_in_splits(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores) -> Tensor:
+    """torch's attention, written out where scores are soft-capped. mask: True = seen,
+    None = causal over as many queries as keys."""
+    if scores.soft_cap is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scores.scale
+        )
+    if mask is None:
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    products = scores.capped(q.float() @ k.float().transpose(-1, -2) * scores.scale)
+    weights = products.masked_fill_(~mask, float("-inf")).softmax(-1)
+    return (weights @ v.float()).to(q.dtype)
+
+
+def _attend_in_splits(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     """As `_attend_prefill`, by tiles of QUERY_TILE queries over splits of KV_SPLIT keys whose
     shapes never change; a split that a query does not see leaves its sums bitwise as they were."""
     num_queries, num_heads, head_dim = q.shape
@@ -182,23 +231,30 @@ def _attend_in_splits(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     padding = (0, 0, 0, 0, 0, padded_len - context_len)
     keys = F.pad(k.float(), padding).permute(1, 2, 0)
     values = F.pad(v.float(), padding).permute(1, 0, 2)
+    if scores.window is not None:
+        # What no query sees may hold anything, and a product with zero lets NaN through.
+        unseen = max(0, context_len - num_queries - scores.window + 1)
+        keys[:, :, :unseen], values[:, :unseen] = 0.0, 0.0
     out = torch.empty_like(q)
     for begin in range(0, num_queries, QUERY_TILE):
         tile = q[begin : begin + QUERY_TILE]
         length = tile.shape[0]
-        tile = F.pad(tile.float() * scale, (0, 0, 0, 0, 0, QUERY_TILE - length))
+        tile = F.pad(tile.float() * scores.scale, (0, 0, 0, 0, 0, QUERY_TILE - length))
         grouped = tile.view(QUERY_TILE, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
         # Padded queries stand at the last position: they see something, so no row is empty.
         offsets = torch.arange(begin, begin + QUERY_TILE, device=q.device)
         positions = (offsets + context_len - num_queries).clamp_(max=context_len - 1)
-        attended = _attend_tile(grouped.flatten(1, 2), keys, values, positions.repeat(group))
+        rows = positions.repeat(group)
+        attended = _attend_tile(grouped.flatten(1, 2), keys, values, rows, scores)
         attended = attended.view(num_kv_heads, group, QUERY_TILE, head_dim).permute(2, 0, 1, 3)
         out[begin : begin + length] = attended.reshape(QUERY_TILE, num_heads, -1)[:length]
     return out
 
 
-def _attend_tile(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-    """Online softmax over the splits up to the last visible one.
+def _attend_tile(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scores: Scores
+) -> Tensor:
+    """Online softmax over the splits from the first visible one to the last.
 
     q: float32 [num_kv_heads, rows, head_dim], already scaled; keys: [num_kv_heads, head_dim, L];
     values: [num_kv_heads, L, head_dim]; positions: int64 [rows], the last key each row sees.
@@ -207,11 +263,13 @@ def _attend_tile(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> 
     total = torch.zeros_like(peak)
     out = torch.zeros_like(q)
     split = torch.arange(KV_SPLIT, device=q.device)
-    for start in range(0, int(positions.max()) + 1, KV_SPLIT):
-        scores = torch.bmm(q, keys[:, :, start : start + KV_SPLIT].contiguous())
-        scores.masked_fill_((split + start) > positions[:, None], float("-inf"))
-        new_peak = torch.maximum(peak, scores.amax(-1, keepdim=True))
-        weights = torch.exp(scores - new_peak)
+    first = 0 if scores.window is None else max(0, int(positions.min()) - scores.window + 1)
+    for start in range(first // KV_SPLIT * KV_SPLIT, int(positions.max()) + 1, KV_SPLIT):
+        products = scores.capped(torch.bmm(q, keys[:, :, start : start + KV_SPLIT].contiguous()))
+        products.masked_fill_(scores.hidden(split + start, positions), float("-inf"))
+        # Finite even for a row that sees nothing of its first splits.
+        new_peak = torch.maximum(peak, products.amax(-1, keepdim=True)).clamp_(min=_LOWEST)
+        weights = torch.exp(products - new_peak)
         fade = torch.exp(peak - new_peak)
         total = total * fade + weights.sum(-1, keepdim=True)
         out = out * fade + torch.bmm(weights, values[:, start : start + KV_SPLIT].contiguous())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagefleet.kernels import block_copy
+from pagefleet.kernels import block_copy, cpu
 from pagefleet.kernels.metadata import AttentionMetadata
 from pagefleet.kernels.reference import ReferenceBackend, rotate
 
@@ -60,14 +60,20 @@ def fill_cache(
     return layer, dense
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None = None, soft_cap: float | None = None
+) -> Tensor:
     """Softmax attention of the last len(q) positions, head by head, in float64."""
     group = q.shape[1] // k.shape[1]
     out = torch.empty(q.shape, dtype=torch.float64)
     for head in range(q.shape[1]):
         keys, values = k[:, head // group].double(), v[:, head // group].double()
         scores = q[:, head].double() @ keys.T / math.sqrt(q.shape[2])
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
         hidden = torch.ones(scores.shape, dtype=torch.bool).triu(len(k) - len(q) + 1)
+        if window is not None:
+            hidden |= torch.ones(scores.shape, dtype=torch.bool).tril(len(k) - len(q) - window)
         out[:, head] = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ values
     return out.float()
 
@@ -91,19 +97,49 @@ def test_paged_attention_over_scattered_blocks_with_junk_equals_dense(
         torch.testing.assert_close(out[part], dense_attention(q[part], k, v), rtol=1e-5, atol=1e-5)
 
 
-def test_deterministic_attention_does_not_depend_on_chunk_or_batch() -> None:
+@pytest.mark.parametrize("name", ["reference", "deterministic", "cpu"])
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 1, 6, 40, 290, 301])
+def test_attention_with_window_and_soft_cap_equals_dense(
+    window: int | None, soft_cap: float | None, name: str
+) -> None:
+    if name == "cpu" and not cpu.is_available():
+        pytest.skip("the compiled kernels were not built")
+    torch.manual_seed(6)
+    context_lens, query_lens = [1, 33, 300, 19, 16, 600, 5], [1, 1, 1, 17, 16, 290, 2]
+    metadata = make_metadata(4, context_lens, query_lens, 250)
+    layer, dense = fill_cache(metadata, 250, 4, 2, 16)
+    q = 3 * torch.randn(sum(query_lens), 4, 16)
+    backend = cpu.CpuBackend() if name == "cpu" else ReferenceBackend(name == "deterministic")
+    starts = metadata.query_starts.tolist()
+    for row, length in enumerate(context_lens):
+        # Slots that no query sees any more may be anything.
+        unseen = 0 if window is None else max(0, length - query_lens[row] - window + 1)
+        blocks = metadata.block_tables[row, torch.arange(unseen) // 4].long()
+        layer[blocks, :, torch.arange(unseen) % 4] = float("nan")
+    out = backend.attention(q, layer, metadata, 0.25, window, soft_cap)
+    for row, (k, v) in enumerate(dense):
+        part = slice(starts[row], starts[row + 1])
+        expected = dense_attention(q[part], k, v, window, soft_cap)
+        torch.testing.assert_close(out[part], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (100, None), (30, 2.0)])
+def test_deterministic_attention_does_not_depend_on_chunk_or_batch(
+    window: int | None, soft_cap: float | None
+) -> None:
     torch.manual_seed(2)
     backend, block_size, length = ReferenceBackend(deterministic=True), 16, 600
     whole = make_metadata(block_size, [length], [length], 40)
     layer, _ = fill_cache(whole, 40, block_size, 2, 32)
     q = torch.randn(length, 4, 32)
-    expected = backend.attention(q, layer, whole, 0.2)
+    expected = backend.attention(q, layer, whole, 0.2, window, soft_cap)
     for begin, end in [(0, 1), (0, 7), (7, 300), (300, 301), (255, 257), (599, 600)]:
         chunk = make_metadata(block_size, [end], [end - begin], 40)
         chunk.block_tables[0, : -(-end // block_size)] = whole.block_tables[
             0, : -(-end // block_size)
         ]
-        out = backend.attention(q[begin:end], layer, chunk, 0.2)
+        out = backend.attention(q[begin:end], layer, chunk, 0.2, window, soft_cap)
         assert torch.equal(out, expected[begin:end]), f"positions {begin}..{end} differ"
 
 
@@ -120,6 +156,26 @@ def test_deterministic_products_do_not_depend_on_the_number_of_rows(
     expected = backend.linear(x, weight)
     for rows in [[3], [0, 1], list(range(17)), [69, 5, 33]]:
         assert torch.equal(backend.linear(x[rows], weight), expected[rows])
+
+
+@pytest.mark.parametrize("rotary_dim", [0, 4, 6])
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_dimensions_past_the_rotary_ones_pass_through(name: str, rotary_dim: int) -> None:
+    if name == "cpu" and not cpu.is_available():
+        pytest.skip("the compiled kernels were not built")
+    torch.manual_seed(7)
+    metadata = make_metadata(4, [6, 9], [1, 3], 6)
+    pool = torch.zeros(6, 1, 2, 4, 2, 8)
+    angles = torch.outer(torch.arange(16.0), torch.rand(rotary_dim // 2))
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    q, k, v = torch.randn(4, 8, 8).split([4, 2, 2], dim=1)
+    backend = cpu.CpuBackend() if name == "cpu" else ReferenceBackend()
+    out = backend.rope_and_cache(q, k, v, cos_sin, pool[:, 0], metadata)
+    keys = pool[:, 0].transpose(1, 2).reshape(24, 2, 2, 8)[metadata.slots, 0]
+    for turned, x in ((out, q), (keys, k)):
+        assert torch.equal(turned[..., rotary_dim:], x[..., rotary_dim:])
+        pairs = (y[..., :rotary_dim].unflatten(-1, (2, -1)).square().sum(-2) for y in (turned, x))
+        torch.testing.assert_close(*pairs)
 
 
 def test_rope_and_cache_writes_only_its_slots() -> None:
@@ -159,6 +215,10 @@ def test_norm_and_activation_equal_their_formulas(dtype: torch.dtype) -> None:
     activated = backend.silu_and_mul(x).float()
     torch.testing.assert_close(
         activated, gate * torch.sigmoid(gate) * up, rtol=tolerance, atol=tolerance
+    )
+    bent = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+    torch.testing.assert_close(
+        backend.gelu_tanh_and_mul(x).float(), bent * up, rtol=tolerance, atol=tolerance
     )
 
 
