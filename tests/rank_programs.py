@@ -2,6 +2,7 @@
 other processes."""
 
 import os
+import random
 import signal
 import time
 from collections.abc import Sequence
@@ -224,3 +225,41 @@ def meet_and_part(rank: int, world_size: int, name: str) -> bool:
     group.close()
     group.close()
     return has_name
+
+
+def mix_collectives(
+    rank: int, world_size: int, name: str, seed: int, num_steps: int, slot_bytes: int
+) -> int:
+    """The same random sequence on all ranks, each result checked; some ranks dawdle at random."""
+    group = SharedMemoryGroup(name, rank, world_size, slot_bytes=slot_bytes)
+    shared = random.Random(seed)
+    own = random.Random(seed * 100 + rank)
+    for step in range(num_steps):
+        operation = shared.choice(("reduce", "gather", "all_gather", "broadcast", "barrier"))
+        size = shared.choice((1, 7, 64, shared.randint(1, 4 * slot_bytes // 4)))
+        if own.random() < 0.02:
+            time.sleep(own.random() * 0.002)
+        mine = torch.arange(size, dtype=torch.float32) + step + 1000 * rank
+        if operation == "reduce":
+            total = world_size * (torch.arange(size) + step) + 500 * world_size * (world_size - 1)
+            group.all_reduce(mine)
+            assert torch.equal(mine, total.float()), f"step {step}: a wrong sum"
+        elif operation == "broadcast":
+            message = step.to_bytes(4, "little") * size
+            received = group.broadcast(message if rank == 0 else None)
+            assert received == message, f"step {step}: a wrong message"
+        elif operation == "barrier":
+            group.barrier()
+        else:
+            parts = [
+                torch.arange(size, dtype=torch.float32) + step + 1000 * other
+                for other in range(world_size)
+            ]
+            found = getattr(group, operation)(mine, 0)
+            if operation == "gather" and rank > 0:
+                assert found is None
+            else:
+                assert torch.equal(found, torch.cat(parts)), f"step {step}: wrong parts"
+    group.barrier()
+    group.close()
+    return num_steps

@@ -79,6 +79,20 @@ def test_sums_are_the_rank_ordered_ones_bit_by_bit(
             assert torch.equal(found, right), (found.dtype, found.shape)
 
 
+@needs_library
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_random_sequences_give_what_they_should(
+    processes: RankProcesses, name: str, world_size: int
+) -> None:
+    """Ranks that run ahead, or fall behind, must not see a slot that is written over."""
+    seed = int(os.environ.get("FUZZ_SEED", "5")) + world_size
+    num_steps = int(os.environ.get("FUZZ_STEPS", "400"))
+    # Slots that are small, and ones large enough for sums to be shared between the ranks.
+    slot_bytes = 256 * 1024 if world_size == 4 else 2048
+    program = (programs.mix_collectives, world_size, name, seed, num_steps, slot_bytes)
+    assert processes.run(*program, timeout_s=600.0) == [num_steps] * world_size
+
+
 def test_gloo_sums_agree_on_all_ranks(processes: RankProcesses, name: str, tmp_path: Path) -> None:
     results = processes.run(programs.reduce_all, 2, str(tmp_path / "port"), name, SIZES, 0)
     wanted = [sequential_sum(2, size, dtype) for size in SIZES for dtype in programs.DTYPES]
