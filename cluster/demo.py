@@ -19,7 +19,7 @@ from .config import ClusterConfig, CommandError
 from .demo_workload import DemoResult, run_workload
 from .serve import OnProgress, running_cluster
 from .serve_command import resolve_models, start_display, until_signalled
-from .status_view import leftover_blocks, pool_table, replica_table, state_as_json
+from .status_view import leftover_blocks, message_as_json, pool_table, replica_table
 
 _SETTLE_S = 10.0  # by then the last reports have told of blocks that came back
 _POLL_S = 0.05
@@ -102,9 +102,9 @@ def _as_json(
     after: pb.GetClusterStateResponse,
 ) -> dict[str, object]:
     return {
-        "before": state_as_json(before),
+        "before": message_as_json(before),
         "requests": [_result_as_json(result) for result in results],
-        "after": state_as_json(after),
+        "after": message_as_json(after),
     }
 
 

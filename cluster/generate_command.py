@@ -1,4 +1,4 @@
-"""`pagefleet generate`: one prompt to a running cluster, its answer as it comes.
+"""`pagefleet generate` and `explain`: one prompt to a running cluster, its answer or its route.
 
 Knows the client and the console. Knows no model; whether a prompt is a chat is the server's to say.
 """
@@ -11,6 +11,8 @@ from ..protos.messages import SamplingParams
 from .client import Client
 from .client_messages import Chat, Completion, Model, Prompt
 from .config import CommandError
+from .status_view import message_as_json
+from .tables import make_table
 
 
 def generate(
@@ -34,6 +36,63 @@ def generate(
         for part in client.stream(prompt, sampling, model=model):
             console.out(part.text, end="", highlight=False)
         console.out("")
+
+
+def explain(
+    target: str,
+    text: str,
+    sampling: SamplingParams,
+    *,
+    model: str,
+    system: str,
+    raw: bool,
+    as_json: bool,
+    console: Console,
+) -> None:
+    """What the controller would do with the prompt now, and every term of its choice."""
+    with Client(target) as client:
+        answer = client.explain(
+            _make_prompt(client, text, model, system, raw), sampling, model=model
+        )
+    if as_json:
+        console.print_json(data=message_as_json(answer))
+        return
+    table = make_table(
+        (
+            "replica",
+            "hit",
+            "free",
+            "prefill",
+            "load",
+            "queue",
+            "blocks",
+            "batch",
+            "other",
+            "total ms",
+        )
+    )
+    for replica in answer.replicas:
+        times = (
+            replica.prefill_ms,
+            replica.load_ms,
+            replica.queue_ms,
+            replica.blocks_ms,
+            replica.batch_ms,
+            replica.affinity_ms,
+            replica.total_ms,
+        )
+        hits = replica.hit_tokens + replica.host_hit_tokens
+        row = (replica.replica_id, f"{hits:,}", f"{replica.available_blocks:,}")
+        table.add_row(*row, *(f"{value:,.1f}" for value in times))
+    console.print(table)
+    chosen = f" {answer.replica_id}" if answer.replica_id else ""
+    console.print(
+        f"{answer.decision}{chosen}: {answer.reason or answer.policy}; "
+        f"{answer.prompt_tokens:,} prompt tokens, a lease of {answer.lease_blocks:,} blocks, "
+        f"expected wait {answer.expected_wait_s:.2f} s",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _make_prompt(client: Client, text: str, model: str, system: str, raw: bool) -> Prompt:

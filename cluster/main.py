@@ -168,14 +168,53 @@ def generate(
 def status(server: Server = _SERVER, as_json: AsJson = False) -> None:
     """Replicas of a running cluster and the blocks of their pools."""
     from .client import Client
-    from .status_view import state_as_json, status_view
+    from .status_view import message_as_json, status_view
 
     with Client(server) as client:
         state = client.cluster_state()
     if as_json:
-        Console().print_json(data=state_as_json(state))
+        Console().print_json(data=message_as_json(state))
     else:
         Console().print(status_view(state))
+
+
+@app.command()
+def top(
+    server: Server = _SERVER,
+    period: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
+) -> None:
+    """The same as `status`, kept up to date until Ctrl-C."""
+    from .status_view import watch
+
+    watch(server, period, Console())
+
+
+@app.command()
+def explain(
+    prompt: Annotated[str, typer.Argument(help="A message, or with --raw a text to continue.")],
+    server: Server = _SERVER,
+    model: ModelName = "",
+    system: Annotated[str, typer.Option(help="A system prompt.")] = "",
+    raw: Annotated[bool, typer.Option("--raw", help="Without the chat template.")] = False,
+    max_tokens: Annotated[int | None, typer.Option(help="Up to the model's context.")] = 256,
+    n: Annotated[int, typer.Option("-n", "--n", help="Samples of the answer.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Where a prompt would go, and why: hits, and every term of the cost, per replica."""
+    from ..protos.messages import SamplingParams
+    from .generate_command import explain as run
+
+    sampling = SamplingParams(max_tokens=max_tokens, n=n)
+    run(
+        server,
+        prompt,
+        sampling,
+        model=model,
+        system=system,
+        raw=raw,
+        as_json=as_json,
+        console=Console(),
+    )
 
 
 @app.command()
@@ -254,30 +293,69 @@ def plan(
 
 @app.command()
 def simulate(
-    trace: Annotated[Path, typer.Option(help="JSON lines with `in` and `out`, .gz or plain.")],
+    trace: Annotated[
+        str, typer.Option(help="A trace of JSON lines, .gz or plain, or `synthetic`.")
+    ] = "synthetic",
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Routing policies; more names may follow it.")
+    ] = None,
+    more_policies: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...")] = None,
+    replicas: Annotated[int, typer.Option(help="Replicas of the simulated cluster.")] = 8,
+    blocks: Annotated[
+        int | None, typer.Option(help="Blocks of a replica's pool; 3906, or 4096 for allocators.")
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens of a block; 512, or 16 for allocators.")
+    ] = None,
+    load: Annotated[
+        float | None, typer.Option(help="Prompt tokens over what can be prefilled; the trace's.")
+    ] = None,
+    cost_model: Annotated[str, typer.Option(help="How time passes: replay.")] = "replay",
+    requests: Annotated[int | None, typer.Option(help="Only so many of the trace.")] = None,
+    fault: Annotated[
+        list[str] | None, typer.Option(help="KIND:REPLICA:AT:DURATION, like crash:0:30:10.")
+    ] = None,
+    deadline: Annotated[float | None, typer.Option(help="Of every request, in seconds.")] = None,
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
     allocators: Annotated[
-        bool, typer.Option("--allocators", help="Compare ways to allocate memory.")
+        bool, typer.Option("--allocators", help="Compare ways to allocate memory instead.")
     ] = False,
-    blocks: Annotated[int, typer.Option(help="Blocks of a replica's pool.")] = 4096,
-    block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
-    max_model_len: Annotated[int, typer.Option(help="The longest sequence allowed.")] = 8192,
-    num_requests: Annotated[int, typer.Option(help="How much of the trace is used.")] = 2000,
+    max_model_len: Annotated[int, typer.Option(help="Longest sequence, for allocators.")] = 8192,
     png: Annotated[Path | None, typer.Option(help="Write a plot there.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows there.")] = None,
 ) -> None:
-    """Replay a trace through models of the memory, without a GPU."""
-    from .plan_command import compare_allocators
+    """Replay a trace through routing policies, or through memory allocators, without a GPU."""
+    if allocators:
+        from .plan_command import compare_allocators
 
-    compare_allocators(
-        trace,
-        num_slots=blocks * block_size,
-        block_size=block_size,
-        max_length=max_model_len,
-        num_requests=num_requests,
-        png=png,
-        json_file=json_file,
-        console=Console(),
+        compare_allocators(
+            Path(trace),
+            num_slots=(blocks or 4096) * (block_size or 16),
+            block_size=block_size or 16,
+            max_length=max_model_len,
+            num_requests=requests,
+            png=png,
+            json_file=json_file,
+            console=Console(),
+        )
+        return
+    from .simulate_command import SimulationOptions, parse_fault
+    from .simulate_command import simulate as run
+
+    options = SimulationOptions(
+        trace=trace,
+        policies=(*(policy or ["default"]), *(more_policies or [])),
+        replicas=replicas,
+        blocks=blocks or 3906,
+        block_size=block_size or 512,
+        load=load,
+        cost_model=cost_model,
+        requests=requests,
+        faults=tuple(parse_fault(text) for text in fault or []),
+        deadline_s=deadline,
+        seed=seed,
     )
+    run(options, console=Console(), json_file=json_file, png=png)
 
 
 @models_app.command("list")

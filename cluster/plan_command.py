@@ -89,7 +89,7 @@ def compare_allocators(
     num_slots: int,
     block_size: int,
     max_length: int,
-    num_requests: int,
+    num_requests: int | None,
     png: Path | None,
     json_file: Path | None,
     console: Console,

@@ -1,14 +1,20 @@
 """How the command line shows a cluster: its replicas, and the blocks of their pools.
 
-Knows the public message of `GetClusterState` and rich. Asks nobody itself.
+Knows the public message of `GetClusterState` and rich.
 """
 
+import time
+from contextlib import suppress
+
 from google.protobuf.json_format import MessageToDict
-from rich.console import Group
+from google.protobuf.message import Message
+from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from ..protos import inference_pb2 as pb
+from .client import Client
 from .tables import make_table
 
 _BAR_WIDTH = 24
@@ -21,11 +27,24 @@ _STATES = {
 }
 
 
-def state_as_json(state: pb.GetClusterStateResponse) -> dict[str, object]:
-    """The message with its field names and zeros."""
+def message_as_json(message: Message) -> dict[str, object]:
+    """A message with its field names and zeros."""
     return MessageToDict(
-        state, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
+
+
+def watch(target: str, period_s: float, console: Console) -> None:
+    """Show the cluster's state until interrupted; in a pipe, one below the other."""
+    with Client(target) as client, suppress(KeyboardInterrupt):
+        if not console.is_terminal:
+            while True:
+                console.print(status_view(client.cluster_state()), "")
+                time.sleep(period_s)
+        with Live(status_view(client.cluster_state()), console=console, screen=True) as live:
+            while True:
+                time.sleep(period_s)
+                live.update(status_view(client.cluster_state()))
 
 
 def status_view(state: pb.GetClusterStateResponse) -> Group:

@@ -29,8 +29,10 @@ def commands(program: str) -> list[str]:
     return [line for line in lines if line.startswith(f"{program} ")]
 
 
-SERVED = [c for c in commands("pagefleet") if c.split()[1] in ("generate", "status", "bench")]
-ALONE = [c for c in commands("pagefleet") if c.split()[1] in ("plan", "models")]
+SERVED = [
+    c for c in commands("pagefleet") if c.split()[1] in ("generate", "explain", "status", "bench")
+]
+ALONE = [c for c in commands("pagefleet") if c.split()[1] in ("plan", "models", "simulate")]
 STARTED = [c for c in commands("pagefleet") if c.split()[1] == "serve"]
 
 

@@ -90,6 +90,15 @@ def test_allocators_write_a_table_and_a_plot(tmp_path: Path):
     }
 
 
+def test_simulate_takes_several_policies(tmp_path: Path):
+    results = tmp_path / "rows.json"
+    names = ("default", "round-robin", "least-requests")
+    run("simulate", "--policy", *names, "--requests", "40", "--json", str(results))
+    rows = json.loads(results.read_text())
+    assert [row["policy"] for row in rows] == list(names)
+    assert {"hit_rate", "ttft_p99_s", "goodput", "decision_us_mean"} <= set(rows[0])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -98,6 +107,9 @@ def test_allocators_write_a_table_and_a_plot(tmp_path: Path):
         ([*PLAN_8B, "--lengths", "few"], "--lengths"),
         (["serve", "--model", "/nowhere/at/all"], "/nowhere/at/all"),
         (["serve", "--replicas", "0"], "--replicas"),
+        (["simulate", "--policy", "best"], "best"),
+        (["simulate", "--allocators", "--trace", "/nowhere"], "/nowhere"),
+        (["status", "--server", "127.0.0.1:1"], "127.0.0.1:1"),
     ],
 )
 def test_a_mistake_is_one_line_without_a_traceback(arguments: list[str], message: str):

@@ -30,6 +30,19 @@ def run(*arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
+def watch_until_interrupted(server: tuple[str, ...]) -> None:
+    command = [PAGEFLEET, "top", *server, "--period", "0.05"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as top:
+        assert top.stdout is not None
+        try:
+            assert top.stdout.readline().startswith("replica")
+            top.send_signal(signal.SIGINT)
+            top.communicate(timeout=20)
+            assert top.returncode == 0
+        finally:
+            top.kill()
+
+
 def test_serve_answers_and_ends_with_zero(serving: subprocess.Popen[str]):
     assert serving.stdout is not None
     facts = json.loads(serving.stdout.readline())
@@ -45,6 +58,10 @@ def test_serve_answers_and_ends_with_zero(serving: subprocess.Popen[str]):
     load = ("--num-requests", "8", "--input-len", "20", "--output-len", "8")
     report = json.loads(run("bench", *server, *load, "--json"))
     assert (report["num_ok"], report["num_failed"]) == (8, 0)
+    explained = json.loads(run("explain", "Hello", *server, "--json"))
+    assert explained["decision"] == "grant"
+    assert "replica-0" in run("explain", "Hello", *server)
+    watch_until_interrupted(server)
     children = psutil.Process(serving.pid).children(recursive=True)
     serving.send_signal(signal.SIGTERM)
     assert serving.wait(timeout=60) == 0
