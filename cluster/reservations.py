@@ -34,7 +34,8 @@ class Reservations:
 
     Args:
         recheck_s: who has waited so long for a grant asks again.
-        patience_s: how long a controller may be away before requests are refused.
+        patience_s: how long a controller may be away before requests are refused; and how long
+            after that it may take until the replicas have registered with it again.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Reservations:
         gateway_id: str,
         *,
         recheck_s: float = 10.0,
-        patience_s: float = 5.0,
+        patience_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._controller = controller
@@ -51,6 +52,7 @@ class Reservations:
         self._recheck_s = recheck_s
         self._patience_s = patience_s
         self._clock = clock
+        self._away_at: float | None = None  # when the controller was last found to be away
         self._waiters: dict[tuple[str, int], _Waiter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -66,6 +68,7 @@ class Reservations:
                 grants = await self._controller.next_grants(self._gateway_id)
             except PagefleetError as error:
                 logger.warning("waiting for grants: %s", error)
+                self._note_away(error)
                 await asyncio.sleep(_PAUSE_S)
                 for waiter in self._waiters.values():
                     waiter.wakeup.set()
@@ -88,8 +91,10 @@ class Reservations:
                     answer = await self._wait(waiter)
                 if isinstance(answer, Lease):
                     return answer
-                if answer is not None:
+                if answer is not None and not self._may_pass(answer):
                     raise error_of(answer)
+                if answer is not None:
+                    await asyncio.sleep(_PAUSE_S)
         except asyncio.CancelledError:
             self._spawn(self._give_back(waiter, request))
             raise
@@ -126,10 +131,21 @@ class Reservations:
             waiter.call = asyncio.ensure_future(call)
             try:
                 return await asyncio.shield(waiter.call)
-            except Unavailable:
+            except Unavailable as error:
+                self._note_away(error)
                 if self._clock() >= gives_up:
                     raise
             await asyncio.sleep(_PAUSE_S)
+
+    def _note_away(self, error: PagefleetError) -> None:
+        if isinstance(error, Unavailable):
+            self._away_at = self._clock()
+
+    def _may_pass(self, refused: Refused) -> bool:
+        """A controller that has just come back may only not know its replicas yet."""
+        if self._away_at is None or refused.error != Unavailable.__name__:
+            return False
+        return self._clock() - self._away_at < self._patience_s
 
     async def _give_back(self, waiter: _Waiter, request: ReserveRequest) -> None:
         """Not before the controller has decided: the release might overtake the question."""

@@ -91,6 +91,21 @@ async def test_after_an_outage_every_waiter_asks_again(controller):
         assert (await waiting).request_key == "k"
 
 
+async def test_a_controller_that_has_come_back_may_not_know_its_replicas_yet(controller):
+    unknown = Refused("k", 1, "Unavailable", "no replica has registered yet", 1.0)
+    controller.answers = [errors.Unavailable("restarting", retry_after_s=1.0), unknown, unknown]
+    async with running(controller) as reservations:
+        assert (await reservations.acquire(request(), None)).request_key == "k"
+    assert len(controller.reserved) == 4
+
+
+async def test_without_an_outage_no_replica_is_told_at_once(controller):
+    controller.answers = [Refused("k", 1, "Unavailable", "no replica is ready", 1.0)]
+    async with running(controller) as reservations:
+        with pytest.raises(errors.Unavailable, match="no replica"):
+            await reservations.acquire(request(), None)
+
+
 async def test_a_controller_that_stays_away_is_unavailable(controller):
     controller.answers = [errors.Unavailable("gone", retry_after_s=1.0) for _ in range(10)]
     async with running(controller, patience_s=0.0) as reservations:
