@@ -174,6 +174,10 @@ class ContentIndex:
             content.parent = None
             unused(content)
 
+    def contents(self) -> list[Content]:
+        """Everything published."""
+        return list(self._contents.values())
+
     def check_integrity(self) -> None:
         """Every record is in use or not, and every use is consistent."""
         used = len(self._contents)

@@ -82,6 +82,41 @@ class Sample:
     deltas: list[SequenceDelta] = field(default_factory=list)
 
 
+class FenceWatch:
+    """Sees that no block is written for a new owner while a step in flight may touch it.
+
+    A fake model runs steps one after the other, so it would not notice.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._tables: dict[int, list[int]] = {}
+        self._touched: dict[int, set[int]] = {}
+
+    def launch(self, output: SchedulerOutput) -> None:
+        for row in output.removed_rows.tolist():
+            del self._tables[row]
+        held = {block for table in self._tables.values() for block in table}
+        for new in output.new_rows:
+            self._tables[new.row] = new.block_table.tolist()
+        for row, block in zip(output.table_rows.tolist(), output.table_blocks, strict=True):
+            self._tables[row].append(int(block))
+        for row, block in zip(output.tail_rows.tolist(), output.tail_blocks, strict=True):
+            self._tables[row][-1] = int(block)
+        busy = set[int]().union(*self._touched.values())
+        starts = output.num_computed_tokens.tolist()
+        for row, start in zip(output.rows.tolist(), starts, strict=True):
+            written = self._tables[row][start // self._block_size :]
+            reused = (set(written) - held) & busy
+            assert not reused, f"step {output.step} writes blocks {reused} of a step in flight"
+        self._touched[output.step] = {
+            block for row in output.rows.tolist() for block in self._tables[row]
+        }
+
+    def land(self, output: SchedulerOutput) -> None:
+        del self._touched[output.step]
+
+
 class Cluster:
     """A scheduler and a fake model, stepped together, checked after every step.
 
@@ -108,6 +143,7 @@ class Cluster:
         self.samples: dict[tuple[str, int], Sample] = {}
         self.steps: list[SchedulerOutput] = []
         self.in_flight: list[SchedulerOutput] = []
+        self.fences = FenceWatch(settings.block_size)
 
     def add(self, *args: object, **kwargs: object) -> EngineRequest:
         """Make a request and submit it."""
@@ -129,11 +165,13 @@ class Cluster:
         if output is not None:
             self.steps.append(output)
             self.in_flight.append(output)
+            self.fences.launch(output)
         return output
 
     def land(self) -> None:
         """Execute the oldest step in flight and take in its result."""
         output = self.in_flight.pop(0)
+        self.fences.land(output)
         result = self.model.execute(output)
         self.now += 0.01
         self.scheduler.update(output, result, self.now)
