@@ -181,7 +181,7 @@ class ReplayReplica:
             incarnation=self.info.incarnation,
             epoch=0,
             sequence_number=self._sequence_number,
-            steps_done=self.steps_done,
+            steps_done=self._steps_done(now),
             device=self._pool.stats(),
             host=BlockCounts(),
             leases=tuple(LeaseUse(*lease) for lease in self._leases.items()),
@@ -210,6 +210,10 @@ class ReplayReplica:
         assert counts.referenced == held, f"{counts.referenced} referenced, {held} held"
 
     # One step each
+
+    def _steps_done(self, now: float) -> int:
+        # Decoding happens between two calls: while something runs, so do its steps.
+        return self.steps_done + (int(now / self.cost.token_s) if self._running else 0)
 
     def _waiting_prefill_tokens(self, now: float) -> int:
         # The rest of the running prefill counts with its constant part, as tokens of time.
@@ -261,7 +265,7 @@ class ReplayReplica:
         cached = [content.blocks[Tier.DEVICE] for content in contents]
         hits = [block for block in cached if block is not None]
         assert len(hits) == len(contents), "a content without a device block was found"
-        num_idle = sum(self._pool.is_idle(block) for block in hits)
+        num_idle = sum(self._pool.ref_count(block) == 0 for block in hits)
         if total - len(hits) + num_idle > self._pool.num_free:
             return None
         self._pool.reference(hits)

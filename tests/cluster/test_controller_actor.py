@@ -1,0 +1,116 @@
+"""The controller behind its lock and its clock; once as a Ray actor."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+from cluster_factories import FakeReplica, make_card, make_info, make_request
+
+from pagefleet.cluster.controller import ControllerConfig
+from pagefleet.cluster.controller_actor import ControllerService
+from pagefleet.cluster.late_binding import LateBindingConfig
+from pagefleet.protos.messages import Lease, ReplicaInfo, Ticket
+
+CONFIG = ControllerConfig(late_binding=LateBindingConfig(start_slack_s=1e9), watchdog_s=5.0)
+WHOLE_POOL = {"num_tokens": 1500, "max_tokens": 100}
+
+
+class Clock:
+    """Moves when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def join(service: ControllerService, info: ReplicaInfo) -> FakeReplica:
+    replica = FakeReplica(info)
+    await service.register_replica(info, make_card(info))
+    await service.report(replica.report(snapshot=True))
+    return replica
+
+
+async def test_a_waiting_poll_is_woken_by_the_report_that_ends_it() -> None:
+    service = ControllerService(CONFIG, clock=Clock())
+    replica = await join(service, make_info())
+    lease = await service.reserve(make_request(**WHOLE_POOL))
+    assert isinstance(lease, Lease) and replica.accept(lease)
+    await service.report(replica.report())
+    assert isinstance(await service.reserve(make_request(**WHOLE_POOL)), Ticket)
+    poll = asyncio.create_task(service.next_grants("g"))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not poll.done()
+    replica.finish(lease.lease_id)
+    await service.report(replica.report())
+    async with asyncio.timeout(5):
+        (grant,) = await poll
+    assert isinstance(grant, Lease)
+    await service.check_integrity()
+
+
+async def test_a_poll_is_woken_from_another_threads_loop() -> None:
+    service = ControllerService(CONFIG, clock=Clock())
+    replica = await join(service, make_info())
+    lease = await service.reserve(make_request(**WHOLE_POOL))
+    assert isinstance(lease, Lease)
+    assert isinstance(await service.reserve(make_request(**WHOLE_POOL)), Ticket)
+    poll = asyncio.create_task(service.next_grants("g"))
+    await asyncio.sleep(0)
+    await service.release(lease.request_key, 1)
+    report = replica.report()
+    thread = threading.Thread(target=lambda: asyncio.run(service.report(report)))
+    thread.start()
+    async with asyncio.timeout(5):
+        assert len(await poll) == 1
+    thread.join()
+
+
+async def test_a_tick_tells_of_the_dead_and_when_to_come_back() -> None:
+    clock = Clock()
+    told: list[tuple[ReplicaInfo, ...]] = []
+    service = ControllerService(CONFIG, clock=clock, on_dead=told.append)
+    await join(service, make_info())
+    assert 0.0 < service.tick() <= 0.5
+    clock.now = 6.0
+    service.tick()
+    assert [info.replica_id for info in told[0]] == ["r0"]
+    assert [info.replica_id for info in await service.dead_replicas()] == ["r0"]
+    assert await service.dead_replicas() == ()
+    assert (await service.cluster_state()).replicas == ()
+
+
+@pytest.mark.ray
+def test_the_actor_serves_waits_and_reports_apart(tmp_path_factory: object) -> None:
+    import tempfile
+
+    import ray
+
+    from pagefleet.cluster.controller_actor import start_controller
+
+    folder = tempfile.mkdtemp(prefix="pf", dir="/tmp")
+    started = not ray.is_initialized()
+    if started:
+        ray.init(address="local", num_cpus=1, include_dashboard=False, _temp_dir=str(Path(folder)))
+    try:
+        controller = start_controller(CONFIG)
+        info = make_info()
+        replica = FakeReplica(info)
+        ray.get(controller.register_replica.remote(info, make_card(info)))
+        ray.get(controller.report.remote(replica.report(snapshot=True)))
+        lease = ray.get(controller.reserve.remote(make_request(**WHOLE_POOL)))
+        assert isinstance(lease, Lease)
+        assert isinstance(ray.get(controller.reserve.remote(make_request(**WHOLE_POOL))), Ticket)
+        poll = controller.next_grants.remote("g")
+        ray.get(controller.release.remote(lease.request_key, 1, 7))
+        ray.get(controller.report.remote(replica.report()))
+        (grant,) = ray.get(poll, timeout=30)
+        assert isinstance(grant, Lease)
+        ray.get(controller.check_integrity.remote())
+        ray.kill(controller)
+    finally:
+        if started:
+            ray.shutdown()

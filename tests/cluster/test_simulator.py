@@ -1,0 +1,132 @@
+"""The simulated cluster: determinism, the cost model by hand, faults, overload and fairness."""
+
+from statistics import fmean
+
+import pytest
+
+from pagefleet.cluster.admission import AdmissionConfig
+from pagefleet.cluster.policies import POLICY_NAMES
+from pagefleet.cluster.replay_replica import ReplayCost
+from pagefleet.cluster.simulator import (
+    ClusterSpec,
+    Fault,
+    FaultKind,
+    Measurements,
+    Simulation,
+    SimulationSpec,
+    with_load,
+)
+from pagefleet.cluster.workload import SyntheticSpec, TraceRequest, Workload, synthetic
+
+
+def make_workload(*rows: tuple[float, int, int, int]) -> Workload:
+    """(arrival, prompt tokens, output tokens, first piece) each."""
+    requests = tuple(
+        TraceRequest(at, tokens, output, ((first, -(-tokens // 512)),))
+        for at, tokens, output, first in rows
+    )
+    return Workload("by hand", requests)
+
+
+def run(
+    workload: Workload, cluster: ClusterSpec, *, check: bool = True, **fields: object
+) -> Measurements:
+    spec = SimulationSpec(cluster, check=check, **fields)  # pyright: ignore
+    return Simulation(spec, workload).run()
+
+
+def conversations(num_requests: int) -> Workload:
+    return synthetic(SyntheticSpec(num_requests, seed=3))
+
+
+SMALL = ClusterSpec(3, 60, 512, ReplayCost(max_running=8))
+
+
+def test_the_replay_model_by_hand() -> None:
+    workload = make_workload((0.0, 4000, 10, 0), (0.01, 4000, 10, 0), (10.0, 4000, 10, 0))
+    measured = run(workload, ClusterSpec(1, 100))
+    first = 0.005 + 4000 / 40_000
+    # The second waits for the first's prefill, then hits 7 full blocks of its prompt.
+    hit = 0.005 + (4000 - 7 * 512) / 40_000
+    assert sorted(measured.ttft_s) == pytest.approx(sorted([first, first - 0.01 + hit, hit]))
+    assert measured.hit_tokens == 2 * 7 * 512
+    assert fmean(measured.tpot_s) == pytest.approx(0.020)
+
+
+def test_a_request_waits_until_its_blocks_fit() -> None:
+    workload = make_workload((0.0, 5120, 100, 0), (0.1, 5120, 100, 100))
+    measured = run(workload, ClusterSpec(1, 12))
+    prefill = 0.005 + 5120 / 40_000
+    assert max(measured.ttft_s) == pytest.approx(prefill + 2.0 - 0.1 + prefill)
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_every_policy_serves_everything(policy: str) -> None:
+    workload = with_load(conversations(40), SMALL, 0.8)
+    measured = run(workload, SMALL, policy=policy)
+    assert (measured.finished, measured.refused, measured.expired) == (40, 0, 0)
+    assert measured.hit_tokens > 0
+
+
+def test_a_run_is_repeatable() -> None:
+    workload = with_load(conversations(60), SMALL, 1.0)
+    first, second = run(workload, SMALL), run(workload, SMALL)
+    assert first.ttft_s == second.ttft_s and first.hit_tokens == second.hit_tokens
+
+
+def test_the_default_beats_binding_on_arrival_when_blocks_are_scarce() -> None:
+    cluster = ClusterSpec(4, 60, 512, ReplayCost(max_running=16))
+    workload = with_load(conversations(400), cluster, 1.0)
+    default = fmean(run(workload, cluster, check=False).ttft_s)
+    others = [
+        fmean(run(workload, cluster, check=False, policy=policy).ttft_s)
+        for policy in ("round-robin", "min-ttft", "llmd")
+    ]
+    assert default < min(others)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(FaultKind.CRASH, 3.0, 0, 4.0),
+        Fault(FaultKind.FREEZE, 3.0, 1, 3.0),
+        Fault(FaultKind.FREEZE, 3.0, 1, 60.0),
+        Fault(FaultKind.LOSE_REPORTS, 2.0, 2, 2.0),
+        Fault(FaultKind.LOSE_REPORTS, 2.0, 2, 30.0),
+        Fault(FaultKind.DELAY_REPORTS, 1.0, 0, 0.5),
+    ],
+)
+@pytest.mark.parametrize("policy", ["default", "llmd"])
+def test_every_request_survives_a_fault(fault: Fault, policy: str) -> None:
+    workload = with_load(conversations(60), SMALL, 0.4)
+    measured = run(workload, SMALL, policy=policy, faults=(fault,))
+    assert (measured.finished, measured.refused) == (60, 0)
+
+
+def overload() -> tuple[Workload, ClusterSpec]:
+    cluster = ClusterSpec(2, 100, 512, ReplayCost(max_running=16))
+    workload = conversations(300)
+    return with_load(workload, cluster, 4.0), cluster
+
+
+def test_a_bounded_queue_refuses_with_appointments_that_are_kept() -> None:
+    workload, cluster = overload()
+    admission = AdmissionConfig(max_queue_s=2.0)
+    measured = run(workload, cluster, admission=admission, max_retries=20, check=False)
+    assert measured.refusals > 50
+    assert measured.finished + measured.refused == 300
+    assert measured.first_retries_served >= 0.8 * measured.first_retries > 0
+
+
+def test_deadlines_expire_in_the_queue_and_never_run() -> None:
+    workload, cluster = overload()
+    measured = run(workload, cluster, deadline_s=1.0, check=False)
+    assert measured.expired > 0 and measured.finished + measured.expired == 300
+    assert max(measured.ttft_s) < 2.0
+
+
+def test_a_cluster_of_many_replicas() -> None:
+    cluster = ClusterSpec(200, 200)
+    workload = with_load(conversations(300), cluster, 0.2)
+    spec = SimulationSpec(cluster)
+    assert Simulation(spec, workload).run().finished == 300
