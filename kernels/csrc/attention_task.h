@@ -21,15 +21,6 @@ struct Task {
   float* partial;  // where the splits leave their states; null: they are merged and written out
 };
 
-// The rows of a task, in groups of at most kMaxRows.
-struct RowGroups {
-  long rows, count;
-
-  explicit RowGroups(long rows) : rows(rows), count(ceil_div(rows, kMaxRows)) {}
-  long begin(long g) const { return g * rows / count; }
-  int size(long g) const { return (int)(begin(g + 1) - begin(g)); }
-};
-
 // Runs tasks; see attention.cpp for what they are.
 template <typename T>
 struct Attention {

@@ -18,15 +18,18 @@ namespace PF_ISA {
 
 constexpr long kRowsPerBlock = 20 * kMaxRows;  // rows that share one pass over a weight panel
 constexpr long kDepth = 2048;                  // of k at a time, so that a panel part stays in L2
+constexpr long kWideGroups = 6;                // groups from which narrow weights are widened first
 constexpr double kSerialWork = 3e5;            // multiply-adds below which threads do not pay
 
 template <typename W>
 struct Layout {  // float and int8: one element of a column after the other
+  static constexpr bool kPaired = false;
   static long depth(long k) { return k; }
   static long offset(long k) { return k * kPanel; }
 };
 template <>
 struct Layout<uint32_t> {  // bfloat16: pairs; an odd k is filled up with a zero
+  static constexpr bool kPaired = true;
   static long depth(long k) { return (k + 1) / 2 * 2; }
   static long offset(long k) { return k / 2 * kPanel; }
 };
@@ -155,18 +158,10 @@ static void unpack_rows(const void* packed, const float* scale, int64_t k, int32
   }
 }
 
-// How `rows` are cut into groups of at most kMaxRows, as even as possible.
-struct Groups {
-  long rows, count;
-
-  explicit Groups(long rows) : rows(rows), count(ceil_div(rows, kMaxRows)) {}
-  long begin(long g) const { return g * rows / count; }
-  int size(long g) const { return (int)(begin(g + 1) - begin(g)); }
-};
-
 // How a group's inputs are laid out for the kernel, and the kernel itself.
 template <typename T, typename W>
 struct Inputs {
+  static constexpr bool kWidens = sizeof(W) == 1 || Layout<W>::kPaired;
   static long words(long depth) { return depth; }
 
   static void interleave(const T* x, int rows, long k, long depth, float* target) {
@@ -183,6 +178,7 @@ struct Inputs {
 // bfloat16 on both sides: products of pairs, with no conversion at all.
 template <>
 struct Inputs<bf16, uint32_t> {
+  static constexpr bool kWidens = false;
   static long words(long depth) { return depth / 2; }
 
   static void interleave(const bf16* x, int rows, long k, long depth, float* target) {
@@ -219,11 +215,11 @@ struct Product {
         n(a.out_features), k(a.in_features), depth(Layout<W>::depth(k)), inputs(nullptr) {}
 
   // Interleaving writes up to a vector past a group's end, hence the room between groups.
-  float* inputs_of(const Groups& groups, long g) const {
+  float* inputs_of(const RowGroups& groups, long g) const {
     return inputs + groups.begin(g) * Inputs<T, W>::words(depth) + g * kWidth;
   }
 
-  void interleave_group(const Groups& groups, long g) const {
+  void interleave_group(const RowGroups& groups, long g) const {
     Inputs<T, W>::interleave(x + groups.begin(g) * k, groups.size(g), k, depth,
                              inputs_of(groups, g));
   }
@@ -252,18 +248,26 @@ struct Product {
   }
 
   // One panel of columns for one block of row groups.
-  void multiply_panel(const Groups& groups, long group_begin, long group_end, long panel,
-                      float* sums) const {
+  void multiply_panel(const RowGroups& groups, long group_begin, long group_end, long panel,
+                      float* sums, float* wide) const {
     const W* weights = packed + panel * panel_size<W>(k);
     long first_row = groups.begin(group_begin);
     for (long from = 0; from < depth; from += kDepth) {
       long length = min_of(kDepth, depth - from);
+      const W* part = weights + Layout<W>::offset(from);
+      bool widened = Inputs<T, W>::kWidens && group_end - group_begin >= kWideGroups;
+      if constexpr (Inputs<T, W>::kWidens) {
+        if (widened) widen_panel(part, length, wide);
+      }
       for (long g = group_begin; g < group_end; g++) {
-        long row = groups.begin(g);
         int count = groups.size(g);
         const float* a = inputs_of(groups, g) + Inputs<T, W>::words(from) * count;
-        Inputs<T, W>::multiply(count, a, weights + Layout<W>::offset(from), length,
-                               sums + (row - first_row) * kPanel, from > 0);
+        float* target = sums + (groups.begin(g) - first_row) * kPanel;
+        if (widened) {
+          panel_product_for<float>(count)(a, wide, length, target, kPanel, from > 0);
+        } else {
+          Inputs<T, W>::multiply(count, a, part, length, target, from > 0);
+        }
       }
     }
     write_rows(first_row, groups.begin(group_end) - first_row, panel, sums);
@@ -271,7 +275,7 @@ struct Product {
 
   void run() {
     static thread_local Scratch input_scratch;
-    Groups groups(rows);
+    RowGroups groups(rows);
     inputs = input_scratch.floats((size_t)(rows * depth + groups.count * kWidth));
     long panels = ceil_div(n, kPanel);
     long groups_per_block = min_of(groups.count, kRowsPerBlock / kMaxRows);
@@ -284,7 +288,9 @@ struct Product {
 #pragma omp parallel num_threads(args.threads) if (parallel)
     {
       static thread_local Scratch sums_scratch;
-      float* sums = sums_scratch.floats((size_t)(groups_per_block * kMaxRows * kPanel));
+      long sums_size = groups_per_block * kMaxRows * kPanel;
+      long wide_size = Inputs<T, W>::kWidens ? min_of(depth, kDepth) * kPanel : 0;
+      float* sums = sums_scratch.floats((size_t)(sums_size + wide_size));
       if (parallel_inputs) {
 #pragma omp for schedule(dynamic, 1)
         for (long g = 0; g < groups.count; g++) interleave_group(groups, g);
@@ -294,7 +300,7 @@ struct Product {
       for (long task = 0; task < panels * blocks; task++) {
         long block = task / panels, panel = task % panels;
         long begin = block * groups.count / blocks, end = (block + 1) * groups.count / blocks;
-        multiply_panel(groups, begin, end, panel, sums);
+        multiply_panel(groups, begin, end, panel, sums, sums + sums_size);
       }
     }
   }

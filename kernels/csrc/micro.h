@@ -20,6 +20,15 @@ constexpr int kMaxRows = 4;
 constexpr int kPanel = 2 * kWidth;   // columns of a panel
 constexpr long kPrefetchBytes = 2048;
 
+// Rows in groups of at most kMaxRows, as even as possible.
+struct RowGroups {
+  long rows, count;
+
+  explicit RowGroups(long rows) : rows(rows), count(ceil_div(rows, kMaxRows)) {}
+  long begin(long g) const { return g * rows / count; }
+  int size(long g) const { return (int)(begin(g + 1) - begin(g)); }
+};
+
 template <int ROWS, int VECS>
 PF_INLINE void load_sums(Vec sums[ROWS][VECS], const float* c, long ldc, bool accumulate) {
 #pragma GCC unroll 12
@@ -120,6 +129,22 @@ static PanelProduct<W> panel_product_for(int rows) {
 #endif
   };
   return kernels[rows - 1];
+}
+
+// A narrow panel made float32, for when many groups of rows will use it: the same numbers, so the
+// same sums.
+static void widen_panel(const uint32_t* panel, long k, float* out) {
+  for (long i = 0; i < k; i += 2, panel += kPanel, out += 2 * kPanel) {
+    for (long j = 0; j < kPanel; j += kWidth) {
+      Vec pairs = load((const float*)panel + j);
+      store(out + j, even_of(pairs));
+      store(out + kPanel + j, odd_of(pairs));
+    }
+  }
+}
+
+static void widen_panel(const int8_t* panel, long k, float* out) {
+  for (long i = 0; i < k * kPanel; i += kWidth) store(out + i, load(panel + i));
 }
 
 #if defined(__AVX512BF16__)
