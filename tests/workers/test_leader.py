@@ -69,12 +69,12 @@ class Bench:
         self.leader = Leader("r0", "tiny", loaded, self.controller, host="127.0.0.1")
         self.client = EngineClient("gw")
 
-    def submit(self, key: str, max_tokens: int = 20) -> EngineStream:
+    def submit(self, key: str, max_tokens: int = 20, num_prompt: int = 40) -> EngineStream:
         info = self.leader.info
         lease = Lease(
             1, key, 0, "r0", info.incarnation, info.address, info.stream_secret, 4, 0, 10.0
         )
-        request = make_request(key, num_prompt=40, max_tokens=max_tokens, ignore_eos=True)
+        request = make_request(key, num_prompt=num_prompt, max_tokens=max_tokens, ignore_eos=True)
         return self.client.submit(lease, request)
 
     async def read(self, stream: EngineStream) -> list[SequenceDelta]:
@@ -200,3 +200,55 @@ async def test_a_step_that_breaks_ends_it(
     ended = await asyncio.wait_for(asyncio.to_thread(bench.leader.wait_ended), WAIT_S)
     assert "device lost" in ended.reason
     assert not ended.drained
+
+
+async def test_c15_a_prompt_cancelled_between_its_chunks_gives_its_blocks_back(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = WorkerConfig(str(model), num_blocks=160, num_threads=1, prefill_chunk=32)
+    loaded = await asyncio.to_thread(load_engine, config)
+    num_steps, reached, cancelled = 0, threading.Event(), threading.Event()
+    real = loaded.runner.execute
+
+    def execute(output: SchedulerOutput) -> ModelRunnerOutput:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 10:
+            reached.set()
+            assert cancelled.wait(WAIT_S)
+        return real(output)
+
+    monkeypatch.setattr(loaded.runner, "execute", execute)
+    bench = await asyncio.to_thread(Bench, loaded)
+    try:
+        stream = bench.submit("long", num_prompt=2000)
+        assert await asyncio.to_thread(reached.wait, WAIT_S)
+        stream.close(cancel=True)
+        while loaded.engine.num_requests:
+            await asyncio.sleep(0.001)  # the cancel is on its way through a socket
+        cancelled.set()
+        device = bench.leader.stats().device
+        while device.referenced + device.fenced:
+            device = await asyncio.to_thread(lambda: bench.leader.stats().device)
+        assert num_steps <= 10 + 2
+        assert device.free == 160
+        assert len(await bench.read(bench.submit("next"))) > 0
+    finally:
+        await bench.close()
+
+
+async def test_c30_two_that_outgrow_the_pool_together_both_finish(model: Path) -> None:
+    """Each ends with 9 blocks, there are 14: one has to give way, once or twice and no more."""
+    config = WorkerConfig(str(model), num_blocks=14, num_threads=1, deterministic=True)
+    bench = await asyncio.to_thread(Bench, await asyncio.to_thread(load_engine, config))
+    try:
+        alone = [await bench.read(bench.submit(key, max_tokens=100)) for key in "ab"]
+        streams = [bench.submit(key, max_tokens=100) for key in ("a", "b")]
+        together = await asyncio.gather(*(bench.read(stream) for stream in streams))
+        for deltas, expected in zip(together, alone, strict=True):
+            tokens = [token for delta in deltas for token in delta.token_ids]
+            assert tokens == [token for delta in expected for token in delta.token_ids]
+            assert deltas[-1].finish_reason is FinishReason.LENGTH
+        assert 1 <= bench.leader.stats().preemptions <= 4
+    finally:
+        await bench.close()
