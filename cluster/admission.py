@@ -20,6 +20,7 @@ class AdmissionConfig:
     max_queue_s: refuse what the forecast says would wait longer; None = no such bound.
     appointment_grace_s: how late a client may come and still be let in first.
     appointment_early_s: how early it may come.
+    outage_s: what waits is refused once no replica has served the model for so long.
     """
 
     max_queued_requests: int = 4096
@@ -31,6 +32,7 @@ class AdmissionConfig:
     appointment_grace_s: float = 5.0
     appointment_early_s: float = 0.05
     max_appointments: int = 100_000
+    outage_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,7 @@ class ModelPool:
         default_factory=list[tuple[float, int, WaitingRequest]], init=False
     )
     _num_queued: int = field(default=0, init=False)
+    _served_at: float | None = field(default=None, init=False)
     # Newcomers that may be granted at once: watching the index is for those who stay.
     _unwatched: dict[int, WaitingRequest] = field(
         default_factory=dict[int, WaitingRequest], init=False
@@ -146,7 +147,7 @@ class ModelPool:
             self.pool.index.unwatch(waiting.request.route_hashes, waiting.row)
 
     def expire(self, now: float) -> tuple[Ended, list[tuple[WaitingRequest, Refused]]]:
-        """End grants that were never taken up, and refuse requests whose deadline has passed."""
+        """End grants that were never taken up, and refuse requests that wait in vain."""
         records = self.pool.expire(now)
         self._settle(records, now)
         refused: list[tuple[WaitingRequest, Refused]] = []
@@ -156,7 +157,7 @@ class ModelPool:
                 self.withdraw(waiting)
                 self.stats.expired += 1
                 refused.append((waiting, _refused_deadline(waiting.request)))
-        return records, refused
+        return records, [*refused, *self._refuse_abandoned(now)]
 
     def drop_grant(self, record: LeaseRecord, now: float) -> None:
         """Undo a grant that never reached its client."""
@@ -219,6 +220,23 @@ class ModelPool:
         self.queue.check_integrity()
 
     # One step each
+
+    def _refuse_abandoned(self, now: float) -> list[tuple[WaitingRequest, Refused]]:
+        """Refuse all that waits where no replica serves, and none has come back in time."""
+        serves = any(not view.draining for view in self.pool.replicas.values())
+        if serves or self._served_at is None:
+            self._served_at = now
+        if now - self._served_at <= self.admission.outage_s:
+            return []
+        abandoned = list(self.queue)
+        for waiting in abandoned:
+            self.withdraw(waiting)
+        self.stats.refused += len(abandoned)
+        reason = "no replica serves the model any more"
+        return [
+            (waiting, _refused(waiting.request, "Unavailable", reason, retry_after_s=1.0))
+            for waiting in abandoned
+        ]
 
     def _refuse_early(
         self, request: ReserveRequest, now: float, *, book: bool = True

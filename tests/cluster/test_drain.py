@@ -2,7 +2,7 @@
 
 from cluster_factories import join, make_controller, make_info, make_request, tell
 
-from pagefleet.protos.messages import Lease, ReplicaState, ReportReply, Ticket
+from pagefleet.protos.messages import Lease, Refused, ReplicaState, ReportReply, Ticket
 
 
 def test_a_draining_replica_gets_no_leases():
@@ -71,3 +71,36 @@ def test_the_next_incarnation_drains_too_unless_it_is_wanted():
     join(controller, make_info("r0", incarnation="third"), 4.0)
     (status,) = controller.cluster_state(4.0).replicas
     assert status.state is ReplicaState.READY
+
+
+def test_what_waits_for_a_model_that_nobody_serves_any_more_is_refused():
+    """Not before a replica has had the time to come back."""
+    controller = make_controller()
+    join(controller, make_info("r0"), 0.0)
+    controller.tick(0.5)
+    controller.drain("r0", 1.0)
+    assert isinstance(controller.reserve(make_request(request_key="k"), 1.0), Ticket)
+    controller.declare_dead("r0", 5.0)
+    for now in (6.0, 10.0):
+        controller.tick(now)
+        assert controller.poll_grants("g", now) == ()
+    controller.tick(11.0)
+    (refused,) = controller.poll_grants("g", 11.0)
+    assert isinstance(refused, Refused)
+    assert (refused.request_key, refused.error) == ("k", "Unavailable")
+    assert refused.retry_after_s is not None
+    controller.check_integrity()
+
+
+def test_what_waits_goes_on_when_a_replica_comes_back_in_time():
+    controller = make_controller()
+    join(controller, make_info("r0", incarnation="first"), 0.0)
+    controller.tick(0.5)
+    controller.drain("r0", 1.0)
+    assert isinstance(controller.reserve(make_request(), 1.0), Ticket)
+    controller.tick(9.0)
+    join(controller, make_info("r1"), 9.5)
+    controller.tick(11.0)
+    (lease,) = controller.poll_grants("g", 11.0)
+    assert isinstance(lease, Lease)
+    assert lease.replica_id == "r1"
