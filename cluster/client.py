@@ -4,6 +4,8 @@
         for part in client.stream("The sea is", SamplingParams(max_tokens=32)):
             print(part.text, end="", flush=True)
 
+Without arguments of their own, clients take their API key from `PAGEFLEET_API_KEY`, and speak TLS
+where `PAGEFLEET_TLS_CA` names a file of certificate authorities.
 Errors of the server are raised as the classes of `pagefleet.protos.errors`. Knows the public
 proto only; it needs nothing of a cluster but its address.
 """
@@ -27,13 +29,14 @@ from .client_messages import (
     Output,
     Prompt,
     RequestOptions,
+    caller_metadata,
     completion_from,
+    credentials_from_environment,
     deserializer,
     error_of,
     generate_request,
     model_from,
     serialize,
-    tenant_metadata,
     tokenize_request,
 )
 from .grpc_errors import Metadata
@@ -68,9 +71,11 @@ class Client:
         target: str,
         *,
         tenant: str = "",
+        api_key: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
-        self._metadata = tenant_metadata(tenant)
+        self._metadata = caller_metadata(tenant, api_key)
+        credentials = credentials or credentials_from_environment()
         self._channel = (
             grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
             if credentials is None
@@ -221,9 +226,11 @@ class AsyncClient:
         target: str,
         *,
         tenant: str = "",
+        api_key: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
-        self._metadata = tenant_metadata(tenant)
+        self._metadata = caller_metadata(tenant, api_key)
+        credentials = credentials or credentials_from_environment()
         self._channel = (
             grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
             if credentials is None

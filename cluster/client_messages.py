@@ -2,8 +2,10 @@
 protobuf. Opens no connection.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import grpc
@@ -15,6 +17,9 @@ from ..protos.errors import InvalidArgument, PagefleetError
 from ..protos.messages import AdmissionClass, FinishReason, SamplingParams
 from .generation import GenerationUsage
 from .grpc_errors import Metadata, error_from
+
+API_KEY_VARIABLE = "PAGEFLEET_API_KEY"
+CA_VARIABLE = "PAGEFLEET_TLS_CA"
 
 ChatMessage = Mapping[str, str]
 ResponseT = TypeVar("ResponseT", bound=Message)
@@ -170,9 +175,21 @@ def tokenize_request(
     return pb.TokenizeRequest(model=model, text=prompt, add_special_tokens=add_special_tokens)
 
 
-def tenant_metadata(tenant: str) -> Metadata:
-    """What names the caller's tenant."""
-    return (("pagefleet-tenant", tenant),) if tenant else ()
+def caller_metadata(tenant: str, api_key: str | None) -> Metadata:
+    """What names the caller: the tenant, and the key, the environment's where none is given."""
+    key = os.environ.get(API_KEY_VARIABLE, "") if api_key is None else api_key
+    metadata: list[tuple[str, str | bytes]] = []
+    if tenant:
+        metadata.append(("pagefleet-tenant", tenant))
+    if key:
+        metadata.append(("authorization", f"Bearer {key}"))
+    return tuple(metadata)
+
+
+def credentials_from_environment() -> grpc.ChannelCredentials | None:
+    """TLS where the environment names a file of authorities; None = plaintext."""
+    path = os.environ.get(CA_VARIABLE)
+    return grpc.ssl_channel_credentials(Path(path).read_bytes()) if path else None
 
 
 def serialize(message: Message) -> bytes:

@@ -8,6 +8,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # needs grpc and pydantic: too slow for every command
+    from .security import GatewaySecurity
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -58,6 +62,7 @@ class ClusterConfig:
     max_model_len: the longest sequence; None = the model's own.
     address: a running Ray cluster to join; None = start a private one here.
     grpc_port / http_port: 0 = any free one.
+    security: API keys and TLS of the gateway; None = neither.
     """
 
     models: tuple[NamedModel, ...]
@@ -79,6 +84,7 @@ class ClusterConfig:
     device: str = "auto"
     deterministic: bool = False
     address: str | None = None
+    security: "GatewaySecurity | None" = None
 
     def __post_init__(self) -> None:
         self._check_names()

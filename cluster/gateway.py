@@ -27,7 +27,10 @@ from .controller_client import ControllerClient
 from .engine_client import ChannelFactory, EngineClient, insecure_channel
 from .generation import ChatPrompt, GenerateCall, OutputDelta, TextPrompt, TokenPrompt
 from .generation_run import Clock, GenerationRun, RetryPolicy
+from .metrics import GatewayMetrics, RequestMeter
 from .model_catalog import LoadTokenizer, ModelCatalog, ServedModel
+from .quotas import Quotas
+from .request_books import RequestBooks, RequestNames
 from .reservations import Reservations, error_of
 from .tokenizer import Tokenizer
 from .validation import RequestLimits, check_call, check_for_model, check_token_ids
@@ -35,6 +38,7 @@ from .validation import RequestLimits, check_call, check_for_model, check_token_
 logger = logging.getLogger(__name__)
 
 MAX_DRAIN_S = 86_400.0  # a day
+_SCRAPE_TIMEOUT_S = 2.0
 _PROMPT_FIELDS = {TextPrompt: "text", TokenPrompt: "token_ids", ChatPrompt: "chat.messages"}
 
 
@@ -56,11 +60,14 @@ class Generation:
     def __init__(
         self,
         request_id: str,
+        request_key: str,
         model: ServedModel,
         prompt: Sequence[int],
         sampling: SamplingParams,
     ) -> None:
         self.request_id = request_id
+        self.request_key = request_key
+        self.books: RequestBooks | None = None
         self.model = model
         self.prompt_token_ids = prompt
         self.sampling = sampling
@@ -68,6 +75,7 @@ class Generation:
         self._error: PagefleetError | None = None
         self._wakeup = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._over = asyncio.Event()  # the task is done and the books are closed
 
     @property
     def seed(self) -> int:
@@ -78,10 +86,19 @@ class Generation:
     def start(self, run: Coroutine[object, object, None]) -> None:
         """Begin; `run` puts the deltas."""
         self._task = asyncio.create_task(run)
-        self._task.add_done_callback(lambda _: self._wakeup.set())
+        self._task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        """Also where it was cancelled before its first step."""
+        if self.books is not None:
+            self.books.close(cancelled=task.cancelled(), error=self._error)
+        self._over.set()
+        self._wakeup.set()
 
     def put(self, deltas: list[OutputDelta]) -> None:
         """Hand on what is new."""
+        if self.books is not None:
+            self.books.observe(deltas)
         self._deltas.extend(deltas)
         self._wakeup.set()
 
@@ -103,7 +120,7 @@ class Generation:
     async def __anext__(self) -> list[OutputDelta]:
         assert self._task is not None, "the generation was not started"
         while not self._deltas:
-            if self._task.done():
+            if self._over.is_set():
                 if self._task.cancelled():
                     raise RequestCancelled("the request was cancelled")
                 if self._error is not None:
@@ -118,7 +135,7 @@ class Generation:
         """Stop it if it still runs."""
         self.cancel()
         if self._task is not None:
-            await asyncio.wait({self._task})
+            await self._over.wait()
 
 
 class Gateway:
@@ -143,6 +160,8 @@ class Gateway:
         self._models = ModelCatalog(controller, load_tokenizer, clock)
         self._reservations = Reservations(controller, gateway_id, clock=clock)
         self._engines = EngineClient(gateway_id, make_channel)
+        self.metrics = GatewayMetrics()
+        self._quotas = Quotas(clock)
         self._running: dict[tuple[str, str], set[Generation]] = {}
         self._counter = itertools.count()
         self._tasks: tuple[asyncio.Task[None], ...] = ()
@@ -181,6 +200,7 @@ class Gateway:
         arrived = self._clock()
         deadline = None if call.deadline_s is None else arrived + call.deadline_s
         generation = await self._prepare(call)
+        generation.books = self._open_books(call, generation)
         run = self._make_run(call, generation, arrived, deadline)
         generation.start(self._supervise(generation, call.tenant, run, deadline))
         return generation
@@ -208,7 +228,8 @@ class Gateway:
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbits(64))
         request_id = call.request_id or f"req-{secrets.token_hex(12)}"
-        return Generation(request_id, model, prompt.token_ids, sampling)
+        request_key = f"{self.gateway_id}-{next(self._counter)}"
+        return Generation(request_id, request_key, model, prompt.token_ids, sampling)
 
     async def tokenize(
         self, model_name: str, prompt: TextPrompt | TokenPrompt | ChatPrompt
@@ -236,6 +257,15 @@ class Gateway:
     async def cluster_state(self) -> ClusterState:
         """The controller's view."""
         return await self._controller.cluster_state()
+
+    async def render_metrics(self) -> bytes:
+        """Prometheus' text; without the cluster's figures if the controller is away."""
+        try:
+            async with asyncio.timeout(_SCRAPE_TIMEOUT_S):
+                state = await self._controller.cluster_state()
+        except (PagefleetError, TimeoutError):
+            state = None
+        return self.metrics.render(state)
 
     async def drain(self, replica_id: str, drain_s: float = DRAIN_S) -> None:
         """Take a replica out of the cluster; raises InvalidArgument where there is none."""
@@ -265,7 +295,7 @@ class Gateway:
             generation.model,
             generation.prompt_token_ids,
             generation.sampling,
-            request_key=f"{self.gateway_id}-{next(self._counter)}",
+            request_key=generation.request_key,
             gateway_id=self.gateway_id,
             arrived=arrived,
             deadline=deadline,
@@ -275,6 +305,23 @@ class Gateway:
             clock=self._clock,
             retry=self._retry,
         )
+
+    def _open_books(self, call: GenerateCall, generation: Generation) -> RequestBooks:
+        """Raises Overloaded where the tenant is over its quota."""
+        card, num_prompt_tokens = generation.model.card, len(generation.prompt_token_ids)
+        names = RequestNames(
+            generation.request_id,
+            generation.request_key,
+            call.tenant,
+            card.model,
+            num_prompt_tokens,
+        )
+        use = None
+        if call.quota is not None:
+            block_size = card.identity.block_size
+            use = self._quotas.admit(call.tenant, call.quota, num_prompt_tokens, block_size)
+        meter = RequestMeter(self.metrics, card.model, self._clock)
+        return RequestBooks(names, self.metrics, meter, use)
 
     async def _supervise(
         self, generation: Generation, tenant: str, run: GenerationRun, deadline: float | None

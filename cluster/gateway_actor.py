@@ -15,6 +15,8 @@ from .controller_client import RayControllerClient
 from .gateway import Gateway
 from .gateway_servers import GatewayAddresses, GatewayServers
 from .ray_runtime import on_this_node
+from .request_log import write_logs_as_json
+from .security import GatewaySecurity
 
 __all__ = ["GatewayActor", "GatewayAddresses", "start_gateway"]
 
@@ -24,7 +26,11 @@ _STOP_GRACE_S = 10.0
 class GatewayActor:
     """One gateway; made an actor by `start_gateway`."""
 
-    def __init__(self, controller: ActorHandle[object]) -> None:
+    def __init__(
+        self, controller: ActorHandle[object], security: GatewaySecurity | None = None
+    ) -> None:
+        write_logs_as_json()
+        self._security = security
         # A new id in each life: leases and streams of the last one are not its own.
         gateway_id = f"gateway-{secrets.token_hex(8)}"
         self._controller = RayControllerClient(controller)
@@ -34,7 +40,7 @@ class GatewayActor:
     async def start(self, host: str, grpc_port: int, http_port: int) -> GatewayAddresses:
         """Listen for clients; OSError if a port is taken."""
         # made here: gRPC's servers belong to the loop they are made in
-        servers = GatewayServers(Gateway(self._gateway_id, self._controller))
+        servers = GatewayServers(Gateway(self._gateway_id, self._controller), self._security)
         addresses = await servers.start(host, grpc_port, http_port)
         self._servers = servers
         return addresses
@@ -51,7 +57,11 @@ class GatewayActor:
 
 
 def start_gateway(
-    controller: ActorHandle[object], *, name: str | None = None, namespace: str | None = None
+    controller: ActorHandle[object],
+    *,
+    security: GatewaySecurity | None = None,
+    name: str | None = None,
+    namespace: str | None = None,
 ) -> ActorHandle[object]:
     """Create the actor. It is not restarted by itself: its ports would be others."""
     actor = ray.remote(
@@ -64,4 +74,4 @@ def start_gateway(
         namespace=namespace,
         scheduling_strategy=on_this_node(soft=False),  # clients are told this node's address
     )
-    return cast("ActorHandle[object]", options.remote(controller))
+    return cast("ActorHandle[object]", options.remote(controller, security))

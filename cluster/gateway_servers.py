@@ -7,6 +7,7 @@ from .gateway import Gateway
 from .grpc_server import GrpcServer
 from .http_server import HttpServer
 from .openai_api import make_app
+from .security import GatewaySecurity
 
 _READINESS_S = 0.2
 
@@ -22,10 +23,13 @@ class GatewayAddresses:
 class GatewayServers:
     """Lives on the loop that calls `start`."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, security: GatewaySecurity | None = None) -> None:
+        """Raises KeysError and TlsError."""
+        security = security or GatewaySecurity()
+        access = security.access()
         self._gateway = gateway
-        self._grpc = GrpcServer(self._gateway)
-        self._http = HttpServer(make_app(self._gateway))
+        self._grpc = GrpcServer(gateway, access, security.tls)
+        self._http = HttpServer(make_app(gateway, access), security.tls)
         self._readiness: asyncio.Task[None] | None = None
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..protos.messages import AdmissionClass, FinishReason, SamplingParams, TokenLogprobs
+from .api_keys import TenantQuota
 
 ChatMessage = Mapping[str, str]
 
@@ -45,6 +46,7 @@ class GenerateCall:
     request_id: the client's own name for it, or empty; never an internal key.
     deadline_s: seconds left when the call arrived; None = no deadline.
     retry_token: from an earlier refusal that was an appointment.
+    quota: what the tenant may use of this gateway; None = as much as there is.
     """
 
     prompt: Prompt
@@ -58,6 +60,7 @@ class GenerateCall:
     resume_token_ids: tuple[int, ...] = ()
     deadline_s: float | None = None
     retry_token: str = ""
+    quota: TenantQuota | None = None
 
 
 @dataclass(frozen=True, slots=True)

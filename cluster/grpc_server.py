@@ -8,6 +8,7 @@ service and reflection. Deadlines and cancellation are gRPC's own. Decides nothi
 # pyright: reportUnknownArgumentType=false
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc
@@ -20,15 +21,19 @@ from ..protos import inference_pb2 as pb
 from ..protos.deserializer import Malformed, make_deserializer
 from ..protos.errors import InternalError, InvalidArgument, PagefleetError
 from . import proto_conversion as convert
+from .access import Access, Caller
 from .controller import DRAIN_S
 from .gateway import Gateway
 from .generation import GenerateCall, OutputDelta, merge_deltas
 from .grpc_errors import status_of
+from .metrics import GatewayMetrics
+from .tls import TlsFiles, grpc_credentials
 
 logger = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 ADMIN_SERVICE = pb.DESCRIPTOR.services_by_name["Admin"].full_name
+KEY_METADATA = "authorization"
 TENANT_METADATA = "pagefleet-tenant"
 RETRY_TOKEN_METADATA = "retry-token"
 
@@ -39,8 +44,28 @@ _HARD_LIMIT_BYTES = 64 * 2**20
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message)
 Context = grpc.aio.ServicerContext[Message, Message]
-_Unary = Callable[[RequestT, Context], Awaitable[ResponseT]]
-_Stream = Callable[[RequestT, Context], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rpc:
+    """One call: gRPC's side of it, and who calls."""
+
+    context: Context
+    caller: Caller
+
+    def generate_call(self, request: pb.GenerateRequest) -> GenerateCall:
+        """The request as this caller's."""
+        call = convert.call_from_proto(
+            request,
+            tenant=self.caller.tenant,
+            deadline_s=self.context.time_remaining(),
+            retry_token=_metadata(self.context, RETRY_TOKEN_METADATA),
+        )
+        return self.caller.own(call)
+
+
+_Unary = Callable[[RequestT, Rpc], Awaitable[ResponseT]]
+_Stream = Callable[[RequestT, Rpc], Awaitable[None]]
 
 
 class InferenceServicer:
@@ -49,9 +74,9 @@ class InferenceServicer:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    async def generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+    async def generate(self, request: pb.GenerateRequest, rpc: Rpc) -> pb.GenerateResponse:
         """All deltas in one message."""
-        generation = await self._gateway.generate(_call(request, context))
+        generation = await self._gateway.generate(rpc.generate_call(request))
         deltas: list[OutputDelta] = []
         try:
             async for batch in generation:
@@ -60,23 +85,23 @@ class InferenceServicer:
             await generation.aclose()
         return convert.response_to_proto(generation, merge_deltas(deltas), is_first=True)
 
-    async def generate_stream(self, request: pb.GenerateRequest, context: Context) -> None:
+    async def generate_stream(self, request: pb.GenerateRequest, rpc: Rpc) -> None:
         """A message per batch of deltas.
 
         Written, not yielded: a call that is cancelled while gRPC sends must still end here.
         """
-        generation = await self._gateway.generate(_call(request, context))
+        generation = await self._gateway.generate(rpc.generate_call(request))
         is_first = True
         try:
             async for batch in generation:
                 deltas = merge_deltas(batch)
                 response = convert.response_to_proto(generation, deltas, is_first=is_first)
-                await context.write(response)
+                await rpc.context.write(response)
                 is_first = False
         finally:
             await generation.aclose()
 
-    async def tokenize(self, request: pb.TokenizeRequest, _: Context) -> pb.TokenizeResponse:
+    async def tokenize(self, request: pb.TokenizeRequest, _: Rpc) -> pb.TokenizeResponse:
         """The ids a prompt becomes."""
         prompt = convert.tokenize_prompt_from_proto(request)
         tokenized = await self._gateway.tokenize(request.model, prompt)
@@ -85,7 +110,7 @@ class InferenceServicer:
             model=card.model, token_ids=tokenized.token_ids, max_context=card.max_context
         )
 
-    async def detokenize(self, request: pb.DetokenizeRequest, _: Context) -> pb.DetokenizeResponse:
+    async def detokenize(self, request: pb.DetokenizeRequest, _: Rpc) -> pb.DetokenizeResponse:
         """The text of ids."""
         has_choice = request.HasField("skip_special_tokens")
         model, text = await self._gateway.detokenize(
@@ -95,29 +120,28 @@ class InferenceServicer:
         )
         return pb.DetokenizeResponse(model=model.card.model, text=text)
 
-    async def list_models(self, _: pb.ListModelsRequest, __: Context) -> pb.ListModelsResponse:
+    async def list_models(self, _: pb.ListModelsRequest, __: Rpc) -> pb.ListModelsResponse:
         """The models that have a replica."""
         models = await self._gateway.models()
         return pb.ListModelsResponse(models=[convert.model_to_proto(model) for model in models])
 
     async def get_cluster_state(
-        self, _: pb.GetClusterStateRequest, __: Context
+        self, _: pb.GetClusterStateRequest, rpc: Rpc
     ) -> pb.GetClusterStateResponse:
         """Replicas and their blocks."""
+        rpc.caller.require_admin()
         return convert.cluster_state_to_proto(await self._gateway.cluster_state())
 
-    async def explain(self, request: pb.GenerateRequest, context: Context) -> pb.ExplainResponse:
+    async def explain(self, request: pb.GenerateRequest, rpc: Rpc) -> pb.ExplainResponse:
         """What would happen to a request."""
-        generation, answer = await self._gateway.explain(_call(request, context))
+        generation, answer = await self._gateway.explain(rpc.generate_call(request))
         return convert.explanation_to_proto(generation, answer)
 
-    async def cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
+    async def cancel(self, request: pb.CancelRequest, rpc: Rpc) -> pb.CancelResponse:
         """End one's own requests of an id."""
         if not request.request_id:
             raise InvalidArgument("request_id", "is empty")
-        num_cancelled = self._gateway.cancel(
-            _metadata(context, TENANT_METADATA), request.request_id
-        )
+        num_cancelled = self._gateway.cancel(rpc.caller.tenant, request.request_id)
         return pb.CancelResponse(num_cancelled=num_cancelled)
 
 
@@ -127,8 +151,9 @@ class AdminServicer:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    async def drain(self, request: pb.DrainRequest, _: Context) -> pb.DrainResponse:
+    async def drain(self, request: pb.DrainRequest, rpc: Rpc) -> pb.DrainResponse:
         """Take a replica out."""
+        rpc.caller.require_admin()
         drain_s = request.drain_s if request.HasField("drain_s") else DRAIN_S
         await self._gateway.drain(request.replica_id, drain_s)
         return pb.DrainResponse()
@@ -137,7 +162,10 @@ class AdminServicer:
 class GrpcServer:
     """The server: services, health, reflection, and a graceful end."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(
+        self, gateway: Gateway, access: Access | None = None, tls: TlsFiles | None = None
+    ) -> None:
+        self._tls = tls
         self._server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", _HARD_LIMIT_BYTES),
@@ -147,8 +175,12 @@ class GrpcServer:
         )
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        door = _Door(access or Access(), gateway.metrics)
         self._server.add_generic_rpc_handlers(
-            (_handlers(InferenceServicer(gateway)), _admin_handlers(AdminServicer(gateway)))
+            (
+                _handlers(InferenceServicer(gateway), door),
+                _admin_handlers(AdminServicer(gateway), door),
+            )
         )
         names = (SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
@@ -157,7 +189,11 @@ class GrpcServer:
         """Listen; the port is chosen where it is 0. NOT_SERVING until `set_serving`."""
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            bound = self._server.add_insecure_port(address)
+            bound = (
+                self._server.add_insecure_port(address)
+                if self._tls is None
+                else self._server.add_secure_port(address, grpc_credentials(self._tls))
+            )
         except RuntimeError as error:
             raise OSError(f"cannot listen on {address}") from error
         await self.set_serving(False)
@@ -177,86 +213,90 @@ class GrpcServer:
         await self._server.stop(grace_s)
 
 
-def _handlers(servicer: InferenceServicer) -> grpc.GenericRpcHandler:
+class _Door:
+    """What every RPC passes: in, its caller is identified; out, errors become statuses."""
+
+    def __init__(self, access: Access, metrics: GatewayMetrics) -> None:
+        self._access = access
+        self._metrics = metrics
+
+    def unary(
+        self, method: _Unary[RequestT, ResponseT], request_type: type[RequestT]
+    ) -> "grpc.RpcMethodHandler[RequestT | Malformed, ResponseT]":
+        """A method with one answer."""
+
+        async def answer(request: RequestT | Malformed, context: Context) -> ResponseT | None:
+            try:
+                return await method(*self._enter(request, context))
+            except Exception as error:  # the edge of the process: a status is due
+                await self._abort(context, error)
+
+        return grpc.unary_unary_rpc_method_handler(
+            answer,
+            request_deserializer=make_deserializer(request_type, _MAX_REQUEST_BYTES),
+            response_serializer=_serialize,
+        )
+
+    def streaming(
+        self, method: _Stream[RequestT], request_type: type[RequestT]
+    ) -> "grpc.RpcMethodHandler[RequestT | Malformed, Message]":
+        """A method that writes its answers."""
+
+        async def answer(request: RequestT | Malformed, context: Context) -> None:
+            try:
+                await method(*self._enter(request, context))
+            except Exception as error:  # the edge of the process: a status is due
+                await self._abort(context, error)
+
+        return grpc.unary_stream_rpc_method_handler(
+            answer,
+            request_deserializer=make_deserializer(request_type, _MAX_REQUEST_BYTES),
+            response_serializer=_serialize,
+        )
+
+    def _enter(self, request: RequestT | Malformed, context: Context) -> tuple[RequestT, Rpc]:
+        """Who has no key learns nothing of what is wrong with the request."""
+        caller = self._access.identify(
+            _metadata(context, KEY_METADATA), _metadata(context, TENANT_METADATA)
+        )
+        if isinstance(request, Malformed):
+            raise request.error
+        return request, Rpc(context, caller)
+
+    async def _abort(self, context: Context, error: Exception) -> None:
+        if not isinstance(error, PagefleetError):
+            logger.exception("an RPC failed", exc_info=error)
+            error = InternalError("a fault in the server; its log says more")
+        self._metrics.count_error("grpc", error)
+        code, details, trailers = status_of(error)
+        await context.abort(code, details, trailers)
+
+
+def _handlers(servicer: InferenceServicer, door: _Door) -> grpc.GenericRpcHandler:
     """The method table, with our own deserializers."""
     return grpc.method_handlers_generic_handler(
         SERVICE,
         {
-            "Generate": _unary(servicer.generate, pb.GenerateRequest),
-            "GenerateStream": _streaming(servicer.generate_stream, pb.GenerateRequest),
-            "Tokenize": _unary(servicer.tokenize, pb.TokenizeRequest),
-            "Detokenize": _unary(servicer.detokenize, pb.DetokenizeRequest),
-            "ListModels": _unary(servicer.list_models, pb.ListModelsRequest),
-            "GetClusterState": _unary(servicer.get_cluster_state, pb.GetClusterStateRequest),
-            "Explain": _unary(servicer.explain, pb.GenerateRequest),
-            "Cancel": _unary(servicer.cancel, pb.CancelRequest),
+            "Generate": door.unary(servicer.generate, pb.GenerateRequest),
+            "GenerateStream": door.streaming(servicer.generate_stream, pb.GenerateRequest),
+            "Tokenize": door.unary(servicer.tokenize, pb.TokenizeRequest),
+            "Detokenize": door.unary(servicer.detokenize, pb.DetokenizeRequest),
+            "ListModels": door.unary(servicer.list_models, pb.ListModelsRequest),
+            "GetClusterState": door.unary(servicer.get_cluster_state, pb.GetClusterStateRequest),
+            "Explain": door.unary(servicer.explain, pb.GenerateRequest),
+            "Cancel": door.unary(servicer.cancel, pb.CancelRequest),
         },
     )
 
 
-def _admin_handlers(servicer: AdminServicer) -> grpc.GenericRpcHandler:
+def _admin_handlers(servicer: AdminServicer, door: _Door) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler(
-        ADMIN_SERVICE, {"Drain": _unary(servicer.drain, pb.DrainRequest)}
-    )
-
-
-def _unary(
-    method: _Unary[RequestT, ResponseT], request_type: type[RequestT]
-) -> "grpc.RpcMethodHandler[RequestT | Malformed, ResponseT]":
-    async def answer(request: RequestT | Malformed, context: Context) -> ResponseT | None:
-        try:
-            return await method(_well_formed(request), context)
-        except Exception as error:  # the edge of the process: a status is due
-            await _abort(context, error)
-
-    return grpc.unary_unary_rpc_method_handler(
-        answer,
-        request_deserializer=make_deserializer(request_type, _MAX_REQUEST_BYTES),
-        response_serializer=_serialize,
-    )
-
-
-def _streaming(
-    method: _Stream[RequestT], request_type: type[RequestT]
-) -> "grpc.RpcMethodHandler[RequestT | Malformed, Message]":
-    async def answer(request: RequestT | Malformed, context: Context) -> None:
-        try:
-            await method(_well_formed(request), context)
-        except Exception as error:  # the edge of the process: a status is due
-            await _abort(context, error)
-
-    return grpc.unary_stream_rpc_method_handler(
-        answer,
-        request_deserializer=make_deserializer(request_type, _MAX_REQUEST_BYTES),
-        response_serializer=_serialize,
+        ADMIN_SERVICE, {"Drain": door.unary(servicer.drain, pb.DrainRequest)}
     )
 
 
 def _serialize(message: Message) -> bytes:
     return message.SerializeToString()
-
-
-def _well_formed(request: RequestT | Malformed) -> RequestT:
-    if isinstance(request, Malformed):
-        raise request.error
-    return request
-
-
-async def _abort(context: Context, error: Exception) -> None:
-    if not isinstance(error, PagefleetError):
-        logger.exception("an RPC failed", exc_info=error)
-        error = InternalError("a fault in the server; its log says more")
-    code, details, trailers = status_of(error)
-    await context.abort(code, details, trailers)
-
-
-def _call(request: pb.GenerateRequest, context: Context) -> GenerateCall:
-    return convert.call_from_proto(
-        request,
-        tenant=_metadata(context, TENANT_METADATA),
-        deadline_s=context.time_remaining(),
-        retry_token=_metadata(context, RETRY_TOKEN_METADATA),
-    )
 
 
 def _metadata(context: Context, key: str) -> str:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
+from .tls import HttpsContext, TlsFiles
+
 
 class _EmbeddedServer(uvicorn.Server):
     """Leaves signals to the process it runs in."""
@@ -21,8 +23,9 @@ class _EmbeddedServer(uvicorn.Server):
 class HttpServer:
     """Serves one application until it is stopped."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, tls: TlsFiles | None = None) -> None:
         self._app = app
+        self._tls = tls
         self._listener: socket.socket | None = None
         self._server: _EmbeddedServer | None = None
         self._task: asyncio.Task[None] | None = None
@@ -35,6 +38,9 @@ class HttpServer:
         config = uvicorn.Config(
             self._app, lifespan="off", log_config=None, access_log=False, ws="none"
         )
+        if self._tls is not None:
+            config.load()
+            config.ssl = HttpsContext(self._tls).context
         self._server = _EmbeddedServer(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
         bound: int = listener.getsockname()[1]

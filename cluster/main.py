@@ -72,11 +72,30 @@ def serve(
     address: Annotated[
         str | None, typer.Option(help="A running Ray cluster; a private one is started without.")
     ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="Hashed API keys, see `pagefleet keys`; also from the env.")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM; read again when it changes.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="The certificate's key.")] = None,
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(help="Clients need a certificate of this CA (mTLS).")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Serve models over gRPC and HTTP until interrupted; SmolLM2-135M-Instruct without --model."""
     from .default_model import NAME
+    from .security import SecurityError, security_from
 
+    try:
+        security = security_from(
+            os.environ,
+            api_key_file=api_key_file,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            tls_client_ca=tls_client_ca,
+        )
+    except SecurityError as error:
+        raise CommandError(str(error)) from error
     names = served_model_name or []
     config = ClusterConfig(
         models=name_models(model, names) if model else name_models([""], names or [NAME]),
@@ -98,10 +117,26 @@ def serve(
         device=device,
         deterministic=deterministic,
         address=address,
+        security=security,
     )
     from .serve_command import serve as run
 
     run(config, Console(), as_json=as_json)
+
+
+@app.command()
+def keys(
+    tenant: Annotated[str, typer.Argument(help="Whose key it will be.")],
+    admin: Annotated[bool, typer.Option("--admin", help="May see and change the cluster.")] = False,
+) -> None:
+    """Make an API key: the key itself, and its entry for the file of `serve --api-key-file`."""
+    import json
+
+    from .api_keys import digest_of, new_key
+
+    key = new_key()
+    entry = {"tenant": tenant, "sha256": digest_of(key).hex(), "admin": admin}
+    Console().print_json(json.dumps({"key": key, "entry": entry}))
 
 
 @app.command()

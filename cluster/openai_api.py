@@ -15,14 +15,17 @@ from functools import partial
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from ..protos.errors import InternalError, InvalidArgument, ModelNotFound, PagefleetError
+from .access import Access, Caller
 from .gateway import Gateway, Generation
 from .generation import GenerateCall, GenerationUsage, OutputDelta, Prompt, merge_deltas
 from .http_streams import EventStream, JsonResponse, or_disconnect, read_body
+from .metrics import GatewayMetrics
 from .model_catalog import ServedModel
 from .openai_format import (
     ChatFormat,
@@ -50,15 +53,17 @@ _MAX_BODY_BYTES = 16 * 2**20
 BodyT = TypeVar("BodyT", bound=RequestBody)
 
 
-def make_app(gateway: Gateway) -> FastAPI:
+def make_app(gateway: Gateway, access: Access | None = None) -> FastAPI:
     """The application; run it in the gateway's loop."""
     app = FastAPI(title="pagefleet", docs_url=None, redoc_url=None, openapi_url=None)
-    _add_error_handlers(app)
-    endpoints = OpenAIEndpoints(gateway)
+    _add_error_handlers(app, gateway.metrics)
+    endpoints = OpenAIEndpoints(gateway, access or Access())
     app.add_api_route("/v1/chat/completions", endpoints.chat, methods=["POST"])
     app.add_api_route("/v1/completions", endpoints.complete, methods=["POST"])
     app.add_api_route("/v1/models", endpoints.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", endpoints.model, methods=["GET"])
+    app.add_api_route("/v1/embeddings", endpoints.embeddings, methods=["POST"])
+    app.add_api_route("/metrics", endpoints.metrics, methods=["GET"])
     app.add_api_route("/health", endpoints.health, methods=["GET"])
     app.add_api_route("/ready", endpoints.ready, methods=["GET"])
     return app
@@ -87,33 +92,48 @@ class _Answer:
 class OpenAIEndpoints:
     """One method per route."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, access: Access) -> None:
         self._gateway = gateway
+        self._access = access
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions"""
+        caller = self._identify(request)
         body = await _parse(request, ChatBody)
-        call = _call(request, body, body.prompt, "chatcmpl")
+        call = _call(request, caller, body, body.prompt, "chatcmpl")
         return await self._answer(request, body, [call], ChatFormat())
 
     async def complete(self, request: Request) -> Response:
         """POST /v1/completions"""
+        caller = self._identify(request)
         body = await _parse(request, CompletionBody)
-        calls = [_call(request, body, prompt, "cmpl") for prompt in body.prompts]
+        calls = [_call(request, caller, body, prompt, "cmpl") for prompt in body.prompts]
         return await self._answer(request, body, calls, CompletionFormat())
 
-    async def models(self) -> Response:
+    async def models(self, request: Request) -> Response:
         """GET /v1/models"""
+        self._identify(request)
         models = await self._gateway.models()
         return JsonResponse({"object": "list", "data": [_model(model) for model in models]})
 
-    async def model(self, name: str) -> Response:
+    async def model(self, request: Request, name: str) -> Response:
         """GET /v1/models/{name}"""
+        self._identify(request)
         models = await self._gateway.models()
         for model in models:
             if name == model.card.model or name in model.card.aliases:
                 return JsonResponse(_model(model))
         raise ModelNotFound(name, tuple(model.card.model for model in models))
+
+    async def embeddings(self, request: Request) -> Response:
+        """POST /v1/embeddings: no model here makes any."""
+        self._identify(request)
+        raise InvalidArgument("model", "the models served here generate text, not embeddings")
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics, for Prometheus."""
+        self._identify(request).require_admin()
+        return Response(await self._gateway.render_metrics(), media_type=CONTENT_TYPE_LATEST)
 
     async def health(self) -> Response:
         """GET /health: the process answers."""
@@ -125,6 +145,13 @@ class OpenAIEndpoints:
             return JsonResponse({"status": "no replica is ready"}, status_code=503)
         return JsonResponse({"status": "ready"})
 
+    def _identify(self, request: Request) -> Caller:
+        """Before the body is read: strangers send nothing here."""
+        headers = request.headers
+        return self._access.identify(
+            headers.get("authorization", ""), headers.get(TENANT_HEADER, "")
+        )
+
     async def _answer(
         self, request: Request, body: RequestBody, calls: list[GenerateCall], form: Format
     ) -> Response:
@@ -135,7 +162,7 @@ class OpenAIEndpoints:
             for call in calls:
                 generations.append(await self._gateway.generate(call))
             if body.stream:
-                chunks = _chunks(answer, body.wants_usage_chunk)
+                chunks = _chunks(answer, body.wants_usage_chunk, self._gateway.metrics)
                 first = await or_disconnect(request.receive, anext(chunks))
                 is_handed_over = True
                 return EventStream(_with_first(first, chunks), partial(_close, chunks, answer))
@@ -158,21 +185,23 @@ async def _parse(request: Request, kind: type[BodyT]) -> BodyT:
     return body
 
 
-def _call(request: Request, body: RequestBody, prompt: Prompt, prefix: str) -> GenerateCall:
+def _call(
+    request: Request, caller: Caller, body: RequestBody, prompt: Prompt, prefix: str
+) -> GenerateCall:
     assert isinstance(body, ChatBody | CompletionBody), f"no endpoint takes {type(body)}"
     headers = request.headers
-    return GenerateCall(
+    call = GenerateCall(
         prompt=prompt,
         model=body.model,
         sampling=body.sampling_params,
         cache_salt=body.cache_salt,
         admission_class=body.admission,
         priority=body.priority,
-        tenant=headers.get(TENANT_HEADER, ""),
         request_id=body.request_id or f"{prefix}-{secrets.token_hex(12)}",
         deadline_s=_timeout_s(headers.get(TIMEOUT_HEADER)),
         retry_token=headers.get(RETRY_TOKEN_HEADER, ""),
     )
+    return caller.own(call)
 
 
 def _timeout_s(header: str | None) -> float | None:
@@ -208,7 +237,9 @@ async def _collect(generation: Generation) -> list[OutputDelta]:
     return merge_deltas([delta async for batch in generation for delta in batch])
 
 
-async def _chunks(answer: _Answer, wants_usage: bool) -> AsyncGenerator[object, None]:
+async def _chunks(
+    answer: _Answer, wants_usage: bool, metrics: GatewayMetrics
+) -> AsyncGenerator[object, None]:
     """The events of a stream. Only the first one raises: then no status has been sent."""
     usages: dict[int, GenerationUsage] = {}
     shown: dict[int, ShownTokens] = {}
@@ -232,6 +263,7 @@ async def _chunks(answer: _Answer, wants_usage: bool) -> AsyncGenerator[object, 
     except PagefleetError as error:
         if is_first:
             raise
+        metrics.count_error("http", error)
         yield error_body(error)
 
 
@@ -317,12 +349,16 @@ def _model(model: ServedModel) -> Json:
 # -- errors ----------------------------------------------------------------------------------
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI, metrics: GatewayMetrics) -> None:
     """Every error leaves as `{"error": …}`, also those of the framework."""
+
+    def answer(error: PagefleetError) -> Response:
+        metrics.count_error("http", error)
+        return _error_response(error)
 
     async def ours(_: Request, error: Exception) -> Response:
         assert isinstance(error, PagefleetError), f"registered for the tree, got {error!r}"
-        return _error_response(error)
+        return answer(error)
 
     async def framework(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException), f"registered for HTTP errors, got {error!r}"
@@ -331,7 +367,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         return JsonResponse({"error": body}, status_code=error.status_code, headers=error.headers)
 
     async def bug(_: Request, error: Exception) -> Response:
-        return _error_response(InternalError("a fault in the server; its log says more"))
+        return answer(InternalError("a fault in the server; its log says more"))
 
     app.add_exception_handler(PagefleetError, ours)
     app.add_exception_handler(HTTPException, framework)

@@ -60,6 +60,8 @@ def error_headers(error: PagefleetError) -> dict[str, str]:
         headers["retry-after-ms"] = str(round(error.retry_after_s * 1000))
     if error.retry_token:
         headers["retry-token"] = error.retry_token
+    if error.http_status == 401:
+        headers["www-authenticate"] = "Bearer"
     return headers
 
 

@@ -232,6 +232,10 @@ class ReplicaView:
             indexed_host=indexed_host,
             report_age_s=now - self.reported_at if report else None,
             node_id=self.info.node_id,
+            preemptions_swap=report.preemptions_swap if report else 0,
+            copy_bytes_per_s=report.copy_bytes_per_s if report else 0.0,
+            prefill_tokens_per_s=self._prefill_rate,
+            decode_step_s=report.decode_step_s if report else 0.0,
         )
 
     @property

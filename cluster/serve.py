@@ -103,7 +103,7 @@ def _start(config: ClusterConfig, on_progress: OnProgress, started: ExitStack) -
     started.callback(_stop, "supervisor", supervisor)
     replicas = _start_replicas(supervisor)
     on_progress("opening the gateway")
-    gateway = start_gateway(controller)
+    gateway = start_gateway(controller, security=config.security)
     started.callback(_stop, "gateway", gateway)
     addresses = _open_gateway(gateway, config)
     cluster = RunningCluster(controller, supervisor, gateway, specs, replicas, addresses)

@@ -119,7 +119,11 @@ def _announce(
     verb = "is" if len(names) == 1 else "are"
     console.print(f"{', '.join(names)} {verb} ready", style="bold green", highlight=False)
     console.print(f"  gRPC  {addresses.grpc}", highlight=False)
-    console.print(f"  HTTP  http://{addresses.http}/v1", highlight=False)
+    security = config.security
+    scheme = "https" if security is not None and security.tls is not None else "http"
+    console.print(f"  HTTP  {scheme}://{addresses.http}/v1", highlight=False)
+    if security is None or not security.has_keys:
+        console.print("  without API keys: whoever reaches it may use it", highlight=False)
     if config.host in ("127.0.0.1", "localhost", "::1"):
         console.print("  reachable from this machine only; --host opens it", highlight=False)
     console.print("Ctrl-C ends it.", highlight=False)

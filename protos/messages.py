@@ -36,6 +36,8 @@ class SamplingParams:
     max_tokens: None = up to the model's context; 0 = prefill only (prompt logprobs, warm-up).
     top_k: 0 = off. logprobs: None = none, 0 = of the sampled token only, k = also the k best.
     stop: strings; the gateway matches them, engines never see text.
+    beam_width: 0 or 1 = sample; more = beam search of so many beams, whose n best hypotheses by
+    sum of log-probabilities / length ** length_penalty are told at the end.
     """
 
     max_tokens: int | None = None
@@ -56,6 +58,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    beam_width: int = 0
+    length_penalty: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +237,7 @@ class ReplicaReport:
     finished_output_tokens: lengths of the samples that ended by themselves since the last report.
     draining: it takes no more requests and ends once it is empty.
     hit_tokens / query_tokens: prompt tokens found cached / looked up, over the incarnation.
+    preemptions_swap: of the preemptions, those that swapped; the others recompute.
     """
 
     replica_id: str
@@ -259,6 +264,7 @@ class ReplicaReport:
     query_tokens: int = 0
     finished_output_tokens: tuple[int, ...] = ()
     draining: bool = False
+    preemptions_swap: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,6 +401,10 @@ class ReplicaStatus:
     indexed_host: int
     report_age_s: float | None
     node_id: str = ""
+    preemptions_swap: int = 0
+    copy_bytes_per_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,6 +232,7 @@ class Reporter:
             # statistics: told once, and no harm if it is lost
             finished_output_tokens=self._engine.take_output_lengths(),
             draining=self.is_draining,
+            preemptions_swap=stats.preemptions_swap,
         )
 
     # -- calls and their replies -------------------------------------------------------------

@@ -1,0 +1,66 @@
+"""What is written down of one request while it runs: metrics, its tenant's quota, a log line.
+
+Sees the deltas on their way to the client; changes and delays nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..protos.errors import PagefleetError
+from .generation import OutputDelta
+from .metrics import GatewayMetrics, RequestMeter
+from .quotas import QuotaUse
+from .request_log import log_request_end
+
+
+@dataclass(frozen=True, slots=True)
+class RequestNames:
+    """How the request is called, by whom, and what it is for."""
+
+    request_id: str
+    request_key: str
+    tenant: str
+    model: str
+    num_prompt_tokens: int
+
+
+class RequestBooks:
+    """Opened when the request begins; `close` it exactly once."""
+
+    def __init__(
+        self,
+        names: RequestNames,
+        metrics: GatewayMetrics,
+        meter: RequestMeter,
+        use: QuotaUse | None,
+    ) -> None:
+        self._names = names
+        self._metrics = metrics
+        self._meter = meter
+        self._use = use
+        metrics.begin(names.model)
+
+    def observe(self, deltas: Sequence[OutputDelta]) -> None:
+        """What the client is about to get."""
+        self._meter.observe(deltas)
+        if self._use is not None:
+            self._use.observe(deltas)
+
+    def close(self, *, cancelled: bool, error: PagefleetError | None) -> None:
+        """The request is over."""
+        names = self._names
+        self._metrics.end(names.model)
+        if self._use is not None:
+            self._use.close()
+        outcome = "ok" if error is None else error.reason.lower()
+        log_request_end(
+            {
+                "request_id": names.request_id,
+                "request_key": names.request_key,
+                "tenant": names.tenant,
+                "model": names.model,
+                "outcome": "cancelled" if cancelled else outcome,
+                "prompt_tokens": names.num_prompt_tokens,
+                **self._meter.summary(),
+            }
+        )
