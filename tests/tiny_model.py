@@ -14,14 +14,17 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tiny_model(folder: Path) -> Path:
-    """Every byte is a token, so every text can be a prompt and every output is some text."""
+def make_tiny_model(folder: Path, scale: float = 2.0) -> Path:
+    """Every byte is a token, so every text can be a prompt and every output is some text.
+
+    scale: of the weights; models of different scales say different things.
+    """
     make_llama(
         folder,
         vocab_size=len(SPECIAL_TOKENS) + 256,
         eos_token_id=SPECIAL_TOKENS.index("<|end|>"),
         max_position=2048,
-        scale=2.0,
+        scale=scale,
     )
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *alphabet))}

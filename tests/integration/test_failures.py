@@ -10,27 +10,36 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
 import ray
 from failure_load import (
+    NUM_STREAMS,
     NUM_TOKENS,
     Load,
     StreamResult,
     make_questions,
     run_through,
 )
+from tiny_model import make_tiny_model
 
 from pagefleet.cluster.client import AsyncClient, Client
-from pagefleet.protos.errors import Unavailable
+from pagefleet.protos.errors import InvalidArgument, ModelNotFound, Unavailable
 from pagefleet.protos.messages import FinishReason, SamplingParams
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(420)]
 
 WAIT_S = 120.0
+MODELS = ("tiny", "other")
 # A silence that a client may see: the watchdog's 5 s, 10 s more, and what a loaded machine takes.
 MAX_SILENCE_S = 30.0
+
+
+def address(cluster) -> str:
+    """Of its gateway."""
+    return cluster.addresses.grpc
 
 
 def signal_worker(cluster, replica_id: str, number: int) -> None:
@@ -64,11 +73,19 @@ def busiest_replica(client: Client) -> str:
             return busiest.replica_id
 
 
+def wait_gone(client: Client, replica_id: str) -> None:
+    """Until the controller knows the replica no more."""
+    deadline = time.monotonic() + WAIT_S
+    while replica_id in {replica.replica_id for replica in client.cluster_state().replicas}:
+        assert time.monotonic() < deadline, client.cluster_state()
+        time.sleep(0.05)  # between two looks at another process
+
+
 @pytest.fixture(scope="module")
 def undisturbed(cluster) -> list[StreamResult]:
     """What the 64 clients get when nothing happens."""
 
-    results = asyncio.run(Load(make_questions()).run_on(cluster.addresses.grpc))
+    results = asyncio.run(Load(make_questions()).run_on(address(cluster)))
     assert all(len(result.token_ids) == NUM_TOKENS for result in results)
     assert all(result.resumes == 0 for result in results)
     return results
@@ -130,7 +147,7 @@ async def test_c17_64_streams_survive_a_killed_worker(
         replica_id = await asyncio.to_thread(busiest_replica, client)
         await asyncio.to_thread(signal_worker, cluster, replica_id, signal.SIGKILL)
 
-    results = await run_through(cluster.addresses.grpc, make_questions(), kill, after_tokens=800)
+    results = await run_through(address(cluster), make_questions(), kill, after_tokens=800)
     assert_same(results, undisturbed)
     assert sum(result.resumes for result in results) >= 1
     await asyncio.to_thread(check_nothing_left)
@@ -144,7 +161,7 @@ async def test_c20_64_streams_survive_a_frozen_worker(
         replica_id = await asyncio.to_thread(busiest_replica, client)
         await asyncio.to_thread(signal_worker, cluster, replica_id, signal.SIGSTOP)
 
-    results = await run_through(cluster.addresses.grpc, make_questions(), freeze, after_tokens=800)
+    results = await run_through(address(cluster), make_questions(), freeze, after_tokens=800)
     assert_same(results, undisturbed)
     assert sum(result.resumes for result in results) >= 1
     assert sum(result.resumes == 0 for result in results) >= 1, "the other replica's went on"
@@ -159,7 +176,7 @@ async def test_c19_requests_that_a_frozen_worker_was_given_end(
     for replica in client.cluster_state().replicas:
         signal_worker(cluster, replica.replica_id, signal.SIGSTOP)
     load = Load(make_questions(8))
-    async with AsyncClient(cluster.addresses.grpc) as asking:
+    async with AsyncClient(address(cluster)) as asking:
         ends = await asyncio.gather(
             *(load.run_one(asking, index) for index in range(8)), return_exceptions=True
         )
@@ -173,19 +190,29 @@ async def test_c19_requests_that_a_frozen_worker_was_given_end(
 async def test_64_streams_do_not_notice_that_the_controller_dies(
     cluster, client: Client, undisturbed, check_nothing_left
 ):
-    """Those that run go on; those that wait in its queue ask the next one."""
-
-    async def kill() -> None:
+    """Those that run go on; those that wait in its queue ask the next one, if it comes in time."""
+    load = Load(make_questions())
+    async with AsyncClient(address(cluster)) as asking:
+        streams = [load.run_one(asking, index) for index in range(NUM_STREAMS)]
+        running = asyncio.gather(*streams, return_exceptions=True)
+        await load.wait_tokens(800)
+        killed_at = time.monotonic()
         await asyncio.to_thread(kill_actor_process, "ControllerActor")
-
-    results = await run_through(cluster.addresses.grpc, make_questions(), kill, after_tokens=800)
-    assert_same(results, undisturbed)
-    assert sum(result.resumes for result in results) == 0
-    state = await asyncio.to_thread(client.cluster_state)
-    assert state.uptime_s < WAIT_S, "it is another one"
+        begun = [index for index, result in enumerate(load.results) if result.token_ids]
+        ends = await running
+    for index, (end, result) in enumerate(zip(ends, load.results, strict=True)):
+        if end is None:
+            assert result.answer == undisturbed[index].answer
+            assert result.resumes == 0
+        else:
+            assert index not in begun
+            assert isinstance(end, Unavailable), end
+            assert end.retry_after_s is not None
     await asyncio.to_thread(check_nothing_left)
-    for replica in client.cluster_state().replicas:
-        assert replica.indexed_device > 0, "it knows again what is cached where"
+    uptime_s = client.cluster_state().uptime_s
+    assert uptime_s < time.monotonic() - killed_at, "it is another one"
+    for status in cluster.state().replicas:
+        assert status.indexed_device > 0, "it knows again what is cached where"
 
 
 @pytest.mark.slow
@@ -203,12 +230,11 @@ async def test_64_streams_move_when_their_replica_is_drained(
         drained = await asyncio.to_thread(busiest_replica, client)
         assert await cluster.supervisor.drain.remote(drained, 0.0)
 
-    results = await run_through(cluster.addresses.grpc, make_questions(), drain, after_tokens=800)
+    results = await run_through(address(cluster), make_questions(), drain, after_tokens=800)
     assert_same(results, undisturbed)
     assert sum(result.resumes for result in results) >= 1
     await asyncio.to_thread(check_nothing_left)
-    left = {replica.replica_id for replica in client.cluster_state().replicas}
-    assert drained not in left
+    await asyncio.to_thread(wait_gone, client, drained)
     assert await cluster.supervisor.num_restarts.remote() == num_restarts
 
 
@@ -219,7 +245,8 @@ async def test_c1_c5_a_session_goes_on_and_nothing_of_a_dead_cache_is_believed(
     prompt = "A session with a long beginning that fills some blocks of a worker's cache. " * 3
     sampling = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     first = client.generate(prompt, sampling).outputs[0]
-    before = {replica.replica_id: replica for replica in settled_state().replicas}
+    settled_state()
+    before = {status.replica_id: status for status in cluster.state().replicas}
     again = client.generate(prompt, sampling).outputs[0]
     assert again.usage.replica == first.usage.replica, "the session sticks to its cache"
     assert again.usage.cached_tokens > 0
@@ -228,7 +255,8 @@ async def test_c1_c5_a_session_goes_on_and_nothing_of_a_dead_cache_is_believed(
     (turn,) = client.generate(prompt, sampling).outputs
     assert turn.token_ids == first.token_ids
     assert turn.usage.replica != home, "re-bound at once"
-    after = {replica.replica_id: replica for replica in settled_state().replicas}
+    settled_state()
+    after = {status.replica_id: status for status in cluster.state().replicas}
     assert after[home].incarnation != before[home].incarnation
     assert (after[home].indexed_device, after[home].device.cached_idle) == (0, 0)
     other = client.generate(prompt, sampling).outputs[0]
@@ -256,9 +284,40 @@ async def test_a_client_goes_on_through_another_gateway(
     broken = [index for index, end in enumerate(ends) if end is not None]
     assert broken
     assert all(isinstance(ends[index], Unavailable) for index in broken), ends
-    async with AsyncClient(cluster.addresses.grpc) as through:
+    async with AsyncClient(address(cluster)) as through:
         await asyncio.gather(*(load.run_one(through, index) for index in broken))
     for result, expected in zip(load.results, undisturbed, strict=False):
         assert result.token_ids == expected.token_ids
         assert result.text == expected.text
+    await asyncio.to_thread(check_nothing_left)
+
+
+@pytest.mark.slow
+async def test_c28_two_models_on_one_controller_do_not_mix(
+    cluster, client: Client, check_nothing_left, tmp_path: Path
+):
+    """Another model comes, is asked the same, and goes again, drained as an operator does it."""
+    folder = make_tiny_model(tmp_path / "other", scale=1.5)
+    spec = cluster.specs[0]
+    config = replace(spec.config, model=str(folder))
+    info = await cluster.supervisor.add.remote(
+        replace(spec, replica_id="other-0", model="other", config=config)
+    )
+    assert info.model == "other"
+    questions = make_questions(16, num_tokens=40)
+    alone = {model: await Load(questions).run_on(address(cluster), model) for model in MODELS}
+    both = await asyncio.gather(
+        *(Load(questions).run_on(address(cluster), model) for model in MODELS)
+    )
+    for model, results in zip(MODELS, both, strict=True):
+        assert [result.answer for result in results] == [r.answer for r in alone[model]]
+        assert {result.replica == "other-0" for result in results} == {model == "other"}
+    assert [r.answer for r in alone["tiny"]] != [r.answer for r in alone["other"]]
+    assert {model.id for model in client.models()} == set(MODELS)
+    with pytest.raises(InvalidArgument, match="several are served"):
+        client.generate("Whom?", SamplingParams(max_tokens=1))
+    client.drain("other-0", 5.0)
+    await asyncio.to_thread(wait_gone, client, "other-0")
+    with pytest.raises((ModelNotFound, Unavailable)):
+        client.generate("Gone?", SamplingParams(max_tokens=1), model="other")
     await asyncio.to_thread(check_nothing_left)
