@@ -113,6 +113,7 @@ class ReplayReplica:
     hit_tokens: int = 0
     query_tokens: int = 0
     computed_tokens: int = 0
+    preemptions: int = 0
     _sequence_number: int = 0
     _queue: deque[_Waiting] = field(default_factory=deque[_Waiting])
     _running: dict[str, _Running] = field(default_factory=dict[str, _Running])
@@ -143,13 +144,14 @@ class ReplayReplica:
         running = [running.request for running in self._running.values()]
         return running + [waiting.request for waiting in self._queue]
 
-    def submit(self, request: SimulatedRequest) -> None:
-        """A request arrives with its lease."""
+    def submit(self, request: SimulatedRequest, now: float) -> bool:
+        """A request arrives with its lease; this leader takes every one."""
         lease = request.lease
         assert lease is not None, f"{request.key} came without a lease"
         self._leases[lease.lease_id] = lease.num_blocks
         hit = len(self._find_prefix(request)) * self.info.identity.block_size
         self._queue.append(_Waiting(request, max(1, request.num_prompt_tokens - hit)))
+        return True
 
     def advance(self, now: float) -> tuple[list[Happening], list[SimulatedRequest]]:
         """Do what is due; returns what will happen next and the requests that have finished."""

@@ -14,7 +14,7 @@ from .admission import AdmissionConfig
 from .config import CommandError
 from .late_binding import LateBindingConfig
 from .policies import POLICY_NAMES
-from .replay_replica import ReplayCost
+from .replay_replica import ReplayCost, ReplayReplica
 from .simulation_report import (
     SimulationRow,
     make_row,
@@ -26,14 +26,18 @@ from .simulator import (
     ClusterSpec,
     Fault,
     FaultKind,
+    MakeReplica,
     Measurements,
     Simulation,
     SimulationSpec,
     with_load,
 )
+from .stepped_replica import SteppedReplica
 from .workload import SyntheticSpec, Workload, load_trace, synthetic
 
 SYNTHETIC = "synthetic"
+COST_MODELS: dict[str, MakeReplica] = {"replay": ReplayReplica, "steps": SteppedReplica}
+_REPORT_INTERVAL_S = {"replay": 0.0, "steps": 0.05}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,8 @@ class SimulationOptions:
 
     replicas, blocks and block_size: of the simulated cluster. load: prompt tokens per second over
     what all replicas can prefill; None = as fast as the trace is. requests: only the first so
-    many. prefill_rate, prefill_overhead_s, token_s, max_running: constants of the cost model.
+    many. cost_model: `replay` or `steps`; prefill_rate, prefill_overhead_s, token_s (per token, or
+    per step) and max_running are its constants.
     """
 
     trace: str
@@ -143,8 +148,9 @@ def _check(options: SimulationOptions) -> None:
     unknown = sorted(set(options.policies) - set(POLICY_NAMES))
     if unknown:
         raise CommandError(f"policy {unknown[0]!r} is not one of {', '.join(POLICY_NAMES)}")
-    if options.cost_model != "replay":
-        raise CommandError(f"cost model {options.cost_model!r} is not one of replay")
+    if options.cost_model not in COST_MODELS:
+        known = ", ".join(COST_MODELS)
+        raise CommandError(f"cost model {options.cost_model!r} is not one of {known}")
     for fault in options.faults:
         if not 0 <= fault.replica < options.replicas:
             raise CommandError(f"there is no replica {fault.replica} to fail")
@@ -207,6 +213,7 @@ def _run_policy(
         options.faults,
         options.deadline_s,
         options.max_retries,
+        report_interval_s=_REPORT_INTERVAL_S[options.cost_model],
         seed=options.seed,
     )
     done = 0
@@ -217,4 +224,4 @@ def _run_policy(
         if progress is not None and (done % 64 == 0 or done == len(workload.requests)):
             progress(policy, done, len(workload.requests))
 
-    return Simulation(spec, workload, progress=count).run()
+    return Simulation(spec, workload, COST_MODELS[options.cost_model], count).run()

@@ -12,7 +12,7 @@ import heapq
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
@@ -42,7 +42,7 @@ _MODEL = "simulated"
 _GATEWAY = "gateway"
 _HEARTBEAT_S = 1.0
 _TICK_LAG_S = 0.001  # a report that says the same comes first
-_MAX_ATTEMPTS = 8
+_MAX_ATTEMPTS = 50
 
 
 class FaultKind(StrEnum):
@@ -72,6 +72,7 @@ class ClusterSpec:
     num_blocks: int = 3906
     block_size: int = 512
     cost: ReplayCost = field(default_factory=ReplayCost)
+    max_context: int = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class SimulationSpec:
     """One run: a policy on a workload.
 
     deadline_s: of every request. max_retries: how often a refused client comes back.
+    report_interval_s: least time between reports without arrivals or ends.
     check: assert the integrity of every part after every event (slow).
     """
 
@@ -94,6 +96,7 @@ class SimulationSpec:
     deadline_s: float | None = None
     max_retries: int = 3
     restart_s: float = 10.0
+    report_interval_s: float = 0.0
     seed: int = 0
     check: bool = False
 
@@ -103,8 +106,9 @@ class SimulatedReplica(Protocol):
 
     info: ReplicaInfo
     computed_tokens: int
+    preemptions: int
 
-    def submit(self, request: SimulatedRequest) -> None: ...
+    def submit(self, request: SimulatedRequest, now: float) -> bool: ...
 
     def advance(self, now: float) -> tuple[list[Happening], list[SimulatedRequest]]: ...
 
@@ -131,6 +135,7 @@ class Measurements:
     first_retries: int = 0
     first_retries_served: int = 0
     restarts: int = 0
+    nacks: int = 0
     preemptions: int = 0
     finished: int = 0
     duration_s: float = 0.0
@@ -149,7 +154,7 @@ class _Seat:
     silent_until: float = 0.0
     delay_s: float = 0.0
     last_report: float = 0.0
-    scheduled: float | None = None
+    has_news: bool = False
 
 
 MakeReplica = Callable[[ReplicaInfo, ReplayCost], SimulatedReplica]
@@ -314,7 +319,11 @@ class Simulation:
             self._resubmit(request, lease.replica_id)
             return
         request.lease = lease
-        replica.submit(request)
+        if not replica.submit(request, self._now):
+            self.measured.nacks += 1
+            self._resubmit(request, lease.replica_id)
+            return
+        seat.has_news = True
         self._advance(seat)
 
     def _resubmit(self, request: SimulatedRequest, failed: str) -> None:
@@ -364,7 +373,7 @@ class Simulation:
             stream_secret="",
             num_blocks=cluster.num_blocks,
             num_host_blocks=0,
-            max_context=1 << 20,
+            max_context=cluster.max_context,
             max_num_sequences=cluster.cost.max_running,
             prefill_tokens_per_s=cluster.cost.prefill_tokens_per_s,
             decode_step_s=cluster.cost.token_s,
@@ -394,7 +403,9 @@ class Simulation:
         incarnation = seat.incarnations
         for happening in happenings:
             self._at(happening.at, lambda: self._wake(seat, incarnation))
-        self._report(seat)
+        if seat.has_news or finished or self._now >= seat.last_report + self.spec.report_interval_s:
+            seat.has_news = False
+            self._report(seat)
         for request in finished:
             self.controller.release(request.key, request.attempt, self._now)
             self._done(request)
@@ -470,6 +481,7 @@ class Simulation:
         computed = self.measured.computed_tokens
         name = f"replica-{seat.number}"
         computed[name] = computed.get(name, 0) + replica.computed_tokens
+        self.measured.preemptions += replica.preemptions
 
     def _check(self) -> None:
         self.controller.check_integrity()
@@ -482,11 +494,3 @@ def with_load(workload: Workload, cluster: ClusterSpec, load: float) -> Workload
     """The workload at so many times the prompt tokens per second that the cluster can prefill."""
     rate = cluster.num_replicas * cluster.cost.prefill_tokens_per_s
     return workload.at_rate(rate * load)
-
-
-def without_bounds(spec: SimulationSpec) -> SimulationSpec:
-    """The same run with a queue that takes everything."""
-    admission = replace(
-        spec.admission, max_queued_requests=1_000_000, max_queued_tokens=1 << 60, max_queue_s=None
-    )
-    return replace(spec, admission=admission)

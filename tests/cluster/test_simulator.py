@@ -1,12 +1,24 @@
 """The simulated cluster: determinism, the cost model by hand, faults, overload and fairness."""
 
+import json
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
 from statistics import fmean
 
 import pytest
+from rich.console import Console
 
 from pagefleet.cluster.admission import AdmissionConfig
+from pagefleet.cluster.config import CommandError
 from pagefleet.cluster.policies import POLICY_NAMES
 from pagefleet.cluster.replay_replica import ReplayCost
+from pagefleet.cluster.simulate_command import (
+    SimulationOptions,
+    parse_fault,
+    run_simulation,
+    simulate,
+)
 from pagefleet.cluster.simulator import (
     ClusterSpec,
     Fault,
@@ -16,6 +28,7 @@ from pagefleet.cluster.simulator import (
     SimulationSpec,
     with_load,
 )
+from pagefleet.cluster.stepped_replica import SteppedReplica
 from pagefleet.cluster.workload import SyntheticSpec, TraceRequest, Workload, synthetic
 
 
@@ -130,3 +143,58 @@ def test_a_cluster_of_many_replicas() -> None:
     workload = with_load(conversations(300), cluster, 0.2)
     spec = SimulationSpec(cluster)
     assert Simulation(spec, workload).run().finished == 300
+
+
+def test_the_steps_model_runs_the_real_scheduler() -> None:
+    cluster = ClusterSpec(2, 64, 64, ReplayCost(max_running=8), max_context=8192)
+    workload = make_workload(*((0.3 * n, 1000 + 37 * n, 20 + n, 2 * (n % 3)) for n in range(12)))
+    for policy in ("default", "min-ttft"):
+        spec = SimulationSpec(cluster, policy, report_interval_s=0.05, check=True)
+        measured = Simulation(spec, workload, SteppedReplica).run()
+        assert (measured.finished, measured.refused) == (12, 0)
+        assert measured.hit_tokens > 0
+        assert min(measured.tpot_s) == pytest.approx(0.020, rel=0.1)
+
+
+def test_the_command_writes_rows_and_a_plot(tmp_path: Path) -> None:
+    options = SimulationOptions(
+        "synthetic",
+        ("default", "llmd"),
+        replicas=3,
+        blocks=200,
+        synthetic=SyntheticSpec(60),
+        faults=(parse_fault("crash:0:2:3"),),
+    )
+    console = Console(file=StringIO(), width=120)
+    rows_file, plot = tmp_path / "rows.json", tmp_path / "plot.png"
+    simulate(options, console=console, json_file=rows_file, png=plot)
+    rows = json.loads(rows_file.read_text())
+    assert [row["policy"] for row in rows] == ["default", "llmd"]
+    assert rows[0].keys() >= {
+        "trace", "policy", "replicas", "blocks", "block_size", "load", "hit_rate",
+        "ideal_fraction", "ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "ttft_max_s", "tpot_p99_s",
+        "goodput", "refused", "imbalance", "preemptions", "decision_us_mean", "decision_us_p99",
+    }  # fmt: skip
+    assert 0 < rows[0]["hit_rate"] <= 1 and rows[0]["restarts"] == 1
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"trace": "nowhere"}, "no trace"),
+        ({"policies": ("nobody",)}, "nobody"),
+        ({"cost_model": "guess"}, "cost model"),
+        ({"faults": (Fault(FaultKind.CRASH, 1.0, 9, 1.0),)}, "no replica 9"),
+    ],
+)
+def test_the_command_says_what_is_wrong(fields: dict[str, object], problem: str) -> None:
+    options = replace(SimulationOptions("synthetic"), **fields)  # pyright: ignore
+    with pytest.raises(CommandError, match=problem):
+        run_simulation(options)
+
+
+def test_faults_are_written_as_kind_replica_time_and_duration() -> None:
+    assert parse_fault("freeze:2:30:7.5") == Fault(FaultKind.FREEZE, 30.0, 2, 7.5)
+    with pytest.raises(CommandError, match="KIND"):
+        parse_fault("explode:1:2:3")
