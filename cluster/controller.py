@@ -23,6 +23,7 @@ from ..protos.messages import (
     Ticket,
 )
 from .admission import AdmissionConfig
+from .explain import explain
 from .fair_queue import WaitingRequest
 from .late_binding import LateBindingConfig
 from .lease_table import LeaseRecord
@@ -40,7 +41,8 @@ DRAIN_S = 30.0  # how long the streams of a draining replica may go on, unless t
 class ControllerConfig:
     """Settings of the whole controller.
 
-    policy: one of `policies.POLICY_NAMES`. lease_ttl_s: a grant that no report lists in this time
+    policy: one of `policies.POLICY_NAMES`. late_binding: its slack covers the way of a grant to a
+    leader, which a simulation does not have. lease_ttl_s: a grant that no report lists in this time
     is void. gateway_timeout_s: a gateway silent for so long is gone. watchdog_s: a replica without
     a report, or with work but without a step, for so long is dead. restart_grace_s: how long after
     the start an unknown model may just not have registered yet.
@@ -48,7 +50,7 @@ class ControllerConfig:
 
     policy: str = "default"
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
-    late_binding: LateBindingConfig = field(default_factory=LateBindingConfig)
+    late_binding: LateBindingConfig = LateBindingConfig(start_slack_s=0.05)
     lease_ttl_s: float = 10.0
     gateway_timeout_s: float = 30.0
     watchdog_s: float = 5.0
@@ -277,7 +279,7 @@ class Controller:
         pool = self._pools.get(self._aliases.get(request.model, request.model))
         if pool is None:
             return self._refuse_unknown_model(request, now)
-        return pool.explain(request, now)
+        return explain(pool, request, now)
 
     def pools(self) -> dict[str, ModelPool]:
         """By model, for tests and the simulator."""

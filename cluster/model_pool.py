@@ -11,21 +11,19 @@ from dataclasses import dataclass, field, replace
 
 from ..protos.messages import (
     AdmissionClass,
-    Explanation,
     Lease,
     Refused,
-    ReplicaExplanation,
     ReplicaReport,
     ReportReply,
     ReserveRequest,
 )
 from .admission import AdmissionConfig, AppointmentBook, Need, compute_need, least_blocks
 from .fair_queue import FairQueue, WaitingRequest
-from .forecast import OutputLengths, wait_for_blocks_s
+from .forecast import OutputLengths
 from .late_binding import LateBinding
 from .lease_table import LeaseRecord
 from .replica_pool import ReplicaPool
-from .replica_view import FloatArray, ReplicaView
+from .replica_view import ReplicaView
 from .routing_policy import RoutedRequest, RoutingPolicy, cheapest
 
 _PRIORITY_S = 10.0  # one level of priority is worth so many seconds of waiting
@@ -109,11 +107,11 @@ class ModelPool:
 
         Grants to other requests that this one sets free are left to the next `pump`.
         """
-        refusal = self._refuse_early(request, now)
+        refusal = self.refuse_early(request, now)
         if refusal is not None:
             self.stats.refused += 1
             return refusal
-        need = self._need(request)
+        need = self.need_of(request)
         if not self.policy.late_binding:
             grant = self._bind_on_arrival(request, need, now)
             if grant is not None:
@@ -189,31 +187,6 @@ class ModelPool:
         soonest = float(columns.backlog_s(now)[is_open].min())
         return soonest + max(prefill_s, blocks_s)
 
-    def explain(self, request: ReserveRequest, now: float) -> Explanation:
-        """What would happen to the request now. Reserves nothing."""
-        refusal = self._refuse_early(request, now, book=False)
-        need = self._need(request)
-        routed = self._routed(request, need)
-        costs = self._explained_costs(routed, now)
-        slot = None if refusal else self._explained_choice(routed, need, now)
-        view = self.pool.by_slot.get(slot) if slot is not None else None
-        decision = "refuse" if refusal else "wait" if view is None else "grant"
-        reasons = {
-            "grant": "least cost of the replicas that can start it",
-            "wait": "no replica can start it now, or a busy one would still serve it sooner",
-        }
-        return Explanation(
-            policy=self.policy.name,
-            decision=decision,
-            reason=refusal.reason if refusal else reasons[decision],
-            replica_id=view.info.replica_id if view else None,
-            lease_blocks=need.num_blocks,
-            expected_output_tokens=round(need.expected_output_tokens),
-            expected_wait_s=0.0 if view else self.expected_wait_s(now),
-            queue_position=len(self.queue),
-            replicas=costs,
-        )
-
     def check_integrity(self) -> None:
         """Assert that every part agrees with itself and with the others."""
         self.pool.check_integrity()
@@ -238,9 +211,10 @@ class ModelPool:
             for waiting in abandoned
         ]
 
-    def _refuse_early(
+    def refuse_early(
         self, request: ReserveRequest, now: float, *, book: bool = True
     ) -> Refused | None:
+        """Why it is not even queued. book: whether a full queue makes an appointment."""
         if not self.pool.replicas:
             return _refused(request, "Unavailable", "no replica is ready", retry_after_s=1.0)
         if request.deadline_s is not None and request.deadline_s <= 0.0:
@@ -298,7 +272,7 @@ class ModelPool:
 
     def _service_s(self, request: ReserveRequest) -> float:
         """How long the whole cluster needs for this request alone."""
-        need = self._need(request)
+        need = self.need_of(request)
         columns = self.pool.columns
         total = max(1, int(columns.total[: columns.num_slots].sum()))
         return max(
@@ -313,7 +287,8 @@ class ModelPool:
             return 1.0
         return float((1.0 / columns.token_s[: columns.num_slots][is_open]).sum())
 
-    def _need(self, request: ReserveRequest) -> Need:
+    def need_of(self, request: ReserveRequest) -> Need:
+        """The size of its lease."""
         most = self.pool.max_num_blocks
         need = compute_need(
             request,
@@ -333,7 +308,8 @@ class ModelPool:
         token_s = float(columns.token_s[:num_slots].max(initial=0.0))
         return request.num_tokens * token_s + need.expected_output_tokens * step_s
 
-    def _routed(self, request: ReserveRequest, need: Need) -> RoutedRequest:
+    def routed(self, request: ReserveRequest, need: Need) -> RoutedRequest:
+        """The request as policies see it."""
         columns = self.pool.columns
         device, host = self.pool.match(request.route_hashes)
         candidates = columns.open[: columns.num_slots].copy()
@@ -356,7 +332,7 @@ class ModelPool:
         )
 
     def _bind_on_arrival(self, request: ReserveRequest, need: Need, now: float) -> Grant | None:
-        routed = self._routed(request, need)
+        routed = self.routed(request, need)
         if request.admission_class is not AdmissionClass.BEST_EFFORT:
             columns = self.pool.columns
             routed.candidates &= columns.available[: columns.num_slots] >= need.num_blocks
@@ -409,7 +385,7 @@ class ModelPool:
         everyone = sum(1 << slot for slot in self.pool.by_slot)
         return 0 if mask == everyone else mask  # rather one that failed than none
 
-    def _releases(self, slot: int) -> list[tuple[float, int]]:
+    def releases(self, slot: int) -> list[tuple[float, int]]:
         """When which blocks of a replica are expected back."""
         return [
             (record.expected_end, record.num_blocks) for record in self.pool.leases.of_slot(slot)
@@ -417,10 +393,10 @@ class ModelPool:
 
     def _choose(self, now: float) -> tuple[int, int] | None:
         if isinstance(self.policy, LateBinding):
-            return self.policy.choose(self.queue, self.pool.columns, now, self._releases)
+            return self.policy.choose(self.queue, self.pool.columns, now, self.releases)
         # A policy that binds on arrival only queues what fits nowhere: oldest first.
         for waiting in self.queue:
-            routed = self._routed(waiting.request, waiting.need)
+            routed = self.routed(waiting.request, waiting.need)
             available = self.pool.columns.available[: self.pool.columns.num_slots]
             routed.candidates &= available >= waiting.need.num_blocks
             slot = cheapest(routed, self.policy.cost_ms(routed, self.pool.columns, now))
@@ -499,47 +475,6 @@ class ModelPool:
             self.queue.has_host_hits = True
         if self.queue.has_host_hits:
             self.queue.host_hits[row, : len(device)] = 0.0 if host is None else host
-
-    # Explaining
-
-    def _explained_choice(self, routed: RoutedRequest, need: Need, now: float) -> int | None:
-        columns = self.pool.columns
-        routed.candidates &= columns.available[: columns.num_slots] >= need.num_blocks
-        if isinstance(self.policy, LateBinding):
-            if len(self.queue):
-                return None  # what waits is weighed together with it
-            routed.candidates &= self.policy.can_start(columns, now)
-        return cheapest(routed, self.policy.cost_ms(routed, columns, now))
-
-    def _explained_costs(self, routed: RoutedRequest, now: float) -> tuple[ReplicaExplanation, ...]:
-        columns = self.pool.columns
-        policy = self.policy if isinstance(self.policy, LateBinding) else LateBinding()
-        terms = policy.terms(routed, columns, now)
-        totals: FloatArray = self.policy.cost_ms(routed, columns, now)
-        explained: list[ReplicaExplanation] = []
-        for slot, view in sorted(self.pool.by_slot.items()):
-            missing = routed.num_blocks - view.available_blocks
-            blocks_s = wait_for_blocks_s(missing, self._releases(slot), now)
-            blocks_ms = 1e3 * (self.admission.max_retry_after_s if blocks_s is None else blocks_s)
-            explained.append(
-                ReplicaExplanation(
-                    replica_id=view.info.replica_id,
-                    eligible=bool(routed.candidates[slot]),
-                    hit_tokens=int(routed.device_tokens[slot]),
-                    host_hit_tokens=(
-                        0 if routed.host_tokens is None else int(routed.host_tokens[slot])
-                    ),
-                    available_blocks=max(0, view.available_blocks),
-                    prefill_ms=float(terms.prefill[slot]),
-                    load_ms=float(terms.load[slot]),
-                    queue_ms=float(terms.queue[slot]),
-                    blocks_ms=blocks_ms,
-                    batch_ms=float(terms.batch[slot]),
-                    affinity_ms=float(terms.affinity[slot]),
-                    total_ms=float(totals[slot]) + blocks_ms,
-                )
-            )
-        return tuple(explained)
 
 
 def _refused(
