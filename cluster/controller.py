@@ -50,7 +50,9 @@ class ControllerConfig:
 
     policy: str = "default"
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
-    late_binding: LateBindingConfig = LateBindingConfig(start_slack_s=0.05)
+    late_binding: LateBindingConfig = field(
+        default_factory=lambda: LateBindingConfig(start_slack_s=0.05)
+    )
     lease_ttl_s: float = 10.0
     gateway_timeout_s: float = 30.0
     watchdog_s: float = 5.0
