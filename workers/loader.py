@@ -1,21 +1,26 @@
 """Checkpoints from disk or hub: which files, which tensors, in which dtype. Knows no decoder.
 
-Tensors are memory-mapped: one that is used as it stands costs no memory of its own.
+Tensors are memory-mapped: one that is used as it stands costs no memory of its own. Quantised
+linears are made float as they are read, one at a time.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import hashlib
 import json
 import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .models.config import ConfigFields, ModelError, UnsupportedModel
+from .models.config import ModelError, UnsupportedModel
+from .models.config_fields import ConfigFields
+from .models.tensor_names import StoredPlace
+from .quantized import dequantize, read_quantization
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -31,8 +36,43 @@ _SAMPLE_BYTES = 256
 _LARGEST_HEADER = 100 * 2**20
 
 
+# Tensors read, and how many there are.
+Progress = Callable[[int, int], None]
+
+
 class CheckpointError(ModelError):
     """A file or tensor is missing, damaged, or not what the configuration says."""
+
+
+class StoredWeights(Protocol):
+    """The tensors of a model by their names in a Hugging Face checkpoint."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that most bytes have, integers apart."""
+        ...
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """How many tensors were asked for, and how many there are."""
+        ...
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """One tensor as it is stored, or float32 if quantised; raises `ModelError` where there is
+        none of this name and shape."""
+        ...
+
+    def ignore(self, name: str) -> None:
+        """A tensor that may be there and is not needed."""
+        ...
+
+    def check_all_used(self) -> None:
+        """A tensor nobody asked for is a feature that would be served wrong."""
+        ...
+
+    def fingerprint(self) -> str:
+        """32 hex digits that identify the model by content, in milliseconds."""
+        ...
 
 
 def resolve_folder(model: str, revision: str | None = None) -> Path:
@@ -84,22 +124,37 @@ class Checkpoint:
         for path in _weight_files(folder):
             self._stored.update(_read_header(path))
         self._unused = {name for name in self._stored if not name.endswith(_DERIVED_SUFFIX)}
+        self._quantization = read_quantization(ConfigFields.read(folder / "config.json"))
         self._open_path: Path | None = None
         self._open_file: safe_open | None = None
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that most bytes have."""
+        """The dtype that most bytes have, integers apart."""
         totals: dict[str, int] = {}
         for stored in self._stored.values():
             totals[stored.dtype] = totals.get(stored.dtype, 0) + stored.end - stored.begin
-        name = max(totals, key=lambda dtype: totals[dtype])
-        if name not in _DTYPES:
-            raise UnsupportedModel(f"{self.folder}: weights of dtype {name} are not supported")
-        return _DTYPES[name]
+        found = {name: size for name, size in totals.items() if name in _DTYPES}
+        if not found:
+            names = ", ".join(sorted(totals))
+            raise UnsupportedModel(f"{self.folder}: weights of dtype {names} are not supported")
+        return _DTYPES[max(found, key=lambda dtype: found[dtype])]
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """How many tensors were asked for, and how many there are."""
+        return len(self._stored) - len(self._unused), len(self._stored)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """One tensor, memory-mapped, as it is stored; its shape must be the one expected."""
+        """One tensor, memory-mapped, as it is stored; its shape must be the one expected.
+
+        Of a quantised linear: float32, in memory of its own.
+        """
+        if name not in self._stored and self._is_quantized(name):
+            return self._dequantized(name, shape)
+        return self._read(name, shape)
+
+    def _read(self, name: str, shape: tuple[int, ...], dtypes: Collection[str] = _DTYPES) -> Tensor:
         stored = self._stored.get(name)
         if stored is None:
             raise CheckpointError(f"{self.folder}: tensor {name} is missing")
@@ -108,16 +163,38 @@ class Checkpoint:
                 f"{stored.path}: tensor {name} has shape {list(stored.shape)},"
                 f" the configuration asks for {list(shape)}"
             )
-        if stored.dtype not in _DTYPES:
+        if stored.dtype not in dtypes:
             raise UnsupportedModel(
                 f"{stored.path}: tensor {name} of dtype {stored.dtype} is not supported"
             )
         self._unused.discard(name)
         return self._open(stored.path).get_tensor(name)
 
+    def _is_quantized(self, name: str) -> bool:
+        module, _, kind = name.rpartition(".")
+        is_linear = kind == "weight" and f"{module}.qweight" in self._stored
+        return is_linear and self._quantization is not None
+
+    def _dequantized(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        assert self._quantization is not None
+        module = name.removesuffix(".weight")
+        out_features, in_features = shape
+        shapes = self._quantization.shapes(out_features, in_features)
+
+        def part(kind: str) -> Tensor | None:
+            full = f"{module}.{kind}"
+            if kind == "g_idx" and full not in self._stored:
+                return None
+            return self._read(full, shapes[kind], ("I32", *_DTYPES))
+
+        return dequantize(self._quantization, part, out_features)
+
     def ignore(self, name: str) -> None:
         """A tensor that may be there and is not needed."""
         self._unused.discard(name)
+        if self._quantization is not None:
+            module = name.removesuffix("weight")
+            self._unused -= {f"{module}{part}" for part in self._quantization.parts}
 
     def check_all_used(self) -> None:
         """A tensor nobody asked for is a feature that would be served wrong."""
@@ -163,27 +240,54 @@ class Checkpoint:
 
 
 class CheckpointSource:
-    """A checkpoint's tensors, converted to the model's dtype and moved to its device."""
+    """A checkpoint's tensors, converted to the model's dtype and moved to its device.
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+    place: where a tensor that the decoder asks for is stored; None = under its own name.
+    """
+
+    def __init__(
+        self,
+        checkpoint: StoredWeights,
+        dtype: torch.dtype,
+        device: torch.device,
+        place: Callable[[str], StoredPlace] = StoredPlace,
+        progress: Progress | None = None,
+    ) -> None:
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
+        self._place = place
+        self._progress = progress
         self.num_elements = 0
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """See `TensorSource`."""
         self.num_elements += math.prod(shape)
-        return self._checkpoint.tensor(name, shape).to(self._device, self._dtype)
+        return self._stored(name, shape).to(self._device, self._dtype)
 
     def part(self, name: str, shape: tuple[int, ...], dim: int, begin: int, end: int) -> Tensor:
         """Positions [begin, end) along `dim` of a tensor that has this shape in the checkpoint.
 
         The rest is not read where `dim` is the first; never does it take memory of the process.
         """
-        part = self._checkpoint.tensor(name, shape).narrow(dim, begin, end - begin)
+        part = self._stored(name, shape).narrow(dim, begin, end - begin)
         self.num_elements += part.numel()
         return part.contiguous().to(self._device, self._dtype)
+
+    def skip(self, name: str) -> None:
+        """See `TensorSource`."""
+        self._checkpoint.ignore(self._place(name).name)
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        place = self._place(name)
+        if place.num_rows is None:
+            tensor = self._checkpoint.tensor(place.name, shape)
+        else:
+            whole = self._checkpoint.tensor(place.name, (place.num_rows, *shape[1:]))
+            tensor = whole.narrow(0, place.begin, shape[0])
+        if self._progress is not None:
+            self._progress(*self._checkpoint.progress)
+        return tensor
 
 
 def _weight_files(folder: Path) -> list[Path]:

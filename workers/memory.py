@@ -111,9 +111,11 @@ def plan_memory(
 
 def workspace_bytes(config: WorkerConfig, model: DecoderConfig, element_size: int) -> int:
     """The most that one step's activations take, logits and log-probabilities included."""
-    widest_layer = (
-        3 * model.hidden_size + 2 * model.q_size + 2 * model.kv_size + 3 * model.intermediate_size
-    )
+    ffn = model.intermediate_size
+    if model.experts is not None:
+        # Experts run one after the other.
+        ffn = max(ffn, model.experts.intermediate_size)
+    widest_layer = 3 * model.hidden_size + 2 * model.q_size + 2 * model.kv_size + 3 * ffn
     activations = config.max_num_batched_tokens * widest_layer * element_size
     # Logits, the weights drawn from, and one temporary of the same size.
     logits = 3 * config.max_num_sequences * model.vocab_size * 4

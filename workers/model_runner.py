@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,11 +31,15 @@ from ..scheduler.output import (
 )
 from .block_storage import BlockLayout, BlockStorage
 from .config import WorkerConfig
+from .grammar import GrammarTokenizer
 from .input_batch import InputBatch
-from .loader import Checkpoint, CheckpointSource, resolve_folder
+from .loader import Checkpoint, CheckpointSource, Progress, StoredWeights, resolve_folder
 from .memory import PROMPT_LOGITS_BYTES, MemoryPartition, plan_memory
-from .models.config import DecoderConfig, ModelError, UnsupportedModel, read_config
-from .models.decoder import Decoder, VocabularyShard, load_weights
+from .models.config import DecoderConfig, ModelError, UnsupportedModel
+from .models.decoder import Decoder, VocabularyShard
+from .models.families import read_config
+from .models.tensor_names import stored_place
+from .models.weights import load_weights
 from .rendezvous import RankGroups, RankSpec, Transport, connect, single_rank
 from .sampler import Sampler, token_logprobs
 from .shard_plan import ShardError, ShardPlan
@@ -92,7 +97,11 @@ class ModelRunner:
             model_info.eos_token_ids,
         )
         self.decoder = decoder
-        self._sampler = Sampler(self.batch)
+        vocabulary = Path(model_info.tokenizer_dir) / "tokenizer.json"
+        self._sampler = Sampler(
+            self.batch,
+            GrammarTokenizer(vocabulary, model_info.vocab_size, model_info.eos_token_ids),
+        )
         self._device = device
 
     @classmethod
@@ -101,22 +110,25 @@ class ModelRunner:
         config: WorkerConfig,
         spec: RankSpec | None = None,
         store: TCPStore | None = None,
+        progress: Progress | None = None,
     ) -> "ModelRunner":
         """Load the weights, then give the KV pool what the configuration allows.
 
         With other ranks (spec, store: see `rendezvous.connect`) each reads its own slices, and all
-        pools get the size of the smallest.
+        pools get the size of the smallest. progress: told of each tensor read.
         """
         spec = spec or RankSpec()
         with ExitStack() as on_failure:
             ranks = connect(spec, _device(config.device), store)
             on_failure.callback(ranks.close)  # the others should not wait for this rank
-            runner = cls._load(config, ranks, spec)
+            runner = cls._load(config, ranks, spec, progress)
             on_failure.pop_all()
         return runner
 
     @classmethod
-    def _load(cls, config: WorkerConfig, ranks: RankGroups, spec: RankSpec) -> "ModelRunner":
+    def _load(
+        cls, config: WorkerConfig, ranks: RankGroups, spec: RankSpec, progress: Progress | None
+    ) -> "ModelRunner":
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         device = _device(config.device)
@@ -129,7 +141,7 @@ class ModelRunner:
         plan = _shard_plan(model, spec, folder)
         shard = local_config(model, plan)
         decoder, weights = _load_decoder(
-            model, plan, checkpoint, dtype, device, backend, max_context, ranks
+            model, plan, checkpoint, dtype, device, backend, max_context, ranks, progress
         )
         ranks.messages.barrier(spec.start_timeout_s)  # disks differ in speed
         # Logits are whole on the leader; all else is the rank's part.
@@ -316,15 +328,17 @@ def _check_same_model(ranks: RankGroups, fingerprint: str) -> None:
 def _load_decoder(
     model: DecoderConfig,
     plan: ShardPlan,
-    checkpoint: Checkpoint,
+    checkpoint: StoredWeights,
     dtype: torch.dtype,
     device: torch.device,
     backend: KernelBackend,
     max_context: int,
     ranks: RankGroups,
+    progress: Progress | None,
 ) -> tuple[Decoder, int]:
     """The decoder of one rank, and the bytes of its weights."""
-    source = CheckpointSource(checkpoint, dtype, device)
+    place = partial(stored_place, model)
+    source = CheckpointSource(checkpoint, dtype, device, place, progress)
     vocabulary = None
     if plan.world_size > 1:
         vocabulary = VocabularyShard(plan.vocab, plan.vocab_sizes)
@@ -365,7 +379,7 @@ def _max_context(config: WorkerConfig, model: DecoderConfig) -> int:
 
 def _model_info(
     model: DecoderConfig,
-    checkpoint: Checkpoint,
+    checkpoint: StoredWeights,
     dtype: torch.dtype,
     max_context: int,
     folder: Path,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .loader import CheckpointSource
-from .models.config import DecoderConfig
-from .shard_plan import ModelDimensions, ShardPlan, Share
+from .models.config import DecoderConfig, QkNorm
+from .shard_plan import ModelDimensions, ShardError, ShardPlan, Share, even_shares
 
 # Added to a sum over ranks, so only the leader may bring it.
 _SUMMED_BIASES = ("self_attn.o_proj.bias", "mlp.down_proj.bias")
@@ -33,8 +33,16 @@ def plan_shards(config: DecoderConfig, rank: int, world_size: int) -> ShardPlan:
         num_kv_heads=config.num_kv_heads,
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
+        num_experts=config.experts.num_experts if config.experts else 0,
     )
-    return ShardPlan.of(dimensions, rank, world_size)
+    plan = ShardPlan.of(dimensions, rank, world_size)
+    if config.qk_norm is QkNorm.ALL_HEADS and world_size > config.num_kv_heads:
+        raise ShardError("KV heads: one norm runs over all of them, so none can be on two ranks")
+    if all(layer.has_experts for layer in config.layers):
+        return plan
+    # Layers without experts are cut as they are in a model that has none.
+    ffn = even_shares("ffn", config.intermediate_size, world_size)[rank]
+    return replace(plan, ffn=ffn)
 
 
 def local_config(config: DecoderConfig, plan: ShardPlan) -> DecoderConfig:
@@ -45,6 +53,8 @@ def local_config(config: DecoderConfig, plan: ShardPlan) -> DecoderConfig:
         num_kv_heads=plan.kv_heads.size,
         intermediate_size=plan.ffn.size,
         vocab_size=plan.vocab.size,
+        experts=config.experts
+        and replace(config.experts, begin=plan.experts.begin, end=plan.experts.end),
     )
 
 
@@ -67,6 +77,10 @@ class ShardedSource:
         full = (*shape[: cut.dim], cut.full, *shape[cut.dim + 1 :])
         return self._source.part(name, full, cut.dim, cut.share.begin, cut.share.end)
 
+    def skip(self, name: str) -> None:
+        """See `TensorSource`."""
+        self._source.skip(name)
+
     def _cut_of(self, name: str) -> Cut | None:
         module, _, kind = name.rpartition(".")
         for ending, cut in self._cuts.items():
@@ -81,7 +95,7 @@ def _cuts(config: DecoderConfig, plan: ShardPlan) -> dict[str, Cut]:
     where the products are summed over ranks afterwards."""
     heads = plan.heads.scaled(config.head_dim)
     kv_heads = plan.kv_heads.scaled(config.head_dim)
-    return {
+    cuts = {
         "embed_tokens": Cut(0, plan.vocab, config.vocab_size),
         "lm_head": Cut(0, plan.vocab, config.vocab_size),
         "self_attn.q_proj": Cut(0, heads, config.q_size),
@@ -92,3 +106,7 @@ def _cuts(config: DecoderConfig, plan: ShardPlan) -> dict[str, Cut]:
         "mlp.up_proj": Cut(0, plan.ffn, config.intermediate_size),
         "mlp.down_proj": Cut(1, plan.ffn, config.intermediate_size),
     }
+    if config.qk_norm is QkNorm.ALL_HEADS:
+        cuts["self_attn.q_norm"] = Cut(0, heads, config.q_size)
+        cuts["self_attn.k_norm"] = Cut(0, kv_heads, config.kv_size)
+    return cuts

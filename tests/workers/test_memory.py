@@ -11,7 +11,8 @@ from model_driver import load_runner
 from pagefleet.workers import memory
 from pagefleet.workers.config import WorkerConfig
 from pagefleet.workers.memory import MemoryPartition, NotEnoughMemory, plan_memory
-from pagefleet.workers.models.config import DecoderConfig, read_config
+from pagefleet.workers.models.config import DecoderConfig
+from pagefleet.workers.models.families import read_config
 
 MIB = 2**20
 CONFIG = WorkerConfig(model="unused", max_num_sequences=4, max_num_batched_tokens=64)

@@ -10,102 +10,21 @@ the embedding, after attention and after the MLP.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.backend import KernelBackend, LinearWeight
+from ...kernels.backend import KernelBackend
 from ...kernels.metadata import AttentionMetadata
 from ..parallel import SingleRank, TensorParallelGroup
 from ..shard_plan import Share
-from .config import DecoderConfig
+from .config import Activation, DecoderConfig, QkNorm
+from .experts import mix_experts
 from .rope import cos_sin_table
-
-
-class TensorSource(Protocol):
-    """Where weights come from, by their names in the checkpoint."""
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor in the model's dtype on its device; raises `ModelError` on any mismatch."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer. qkv and gate_up are fused: one product instead of three and two."""
-
-    input_norm: Tensor
-    qkv: LinearWeight
-    output: LinearWeight
-    mlp_norm: Tensor
-    gate_up: LinearWeight
-    down: LinearWeight
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderWeights:
-    """All layers, and what stands before and after them. embedding: None = the head's rows."""
-
-    embedding: Tensor | None
-    layers: tuple[LayerWeights, ...]
-    final_norm: Tensor
-    head: LinearWeight
-
-
-def load_weights(
-    config: DecoderConfig, source: TensorSource, backend: KernelBackend
-) -> DecoderWeights:
-    """Layer by layer, so that no more than one layer is held twice."""
-    width = config.hidden_size
-    embedding = source.tensor("model.embed_tokens.weight", (config.vocab_size, width))
-    if config.tie_word_embeddings:
-        head, embedding = backend.pack_linear(embedding), None
-    else:
-        head = backend.pack_linear(source.tensor("lm_head.weight", (config.vocab_size, width)))
-    layers = tuple(
-        _load_layer(config, source, backend, f"model.layers.{index}")
-        for index in range(config.num_layers)
-    )
-    final_norm = source.tensor("model.norm.weight", (width,))
-    return DecoderWeights(embedding, layers, final_norm, head)
-
-
-def _load_layer(
-    config: DecoderConfig, source: TensorSource, backend: KernelBackend, prefix: str
-) -> LayerWeights:
-    width, ffn = config.hidden_size, config.intermediate_size
-
-    def linear(sizes: dict[str, int], in_features: int, has_bias: bool) -> LinearWeight:
-        parts = [
-            source.tensor(f"{prefix}.{name}.weight", (size, in_features))
-            for name, size in sizes.items()
-        ]
-        biases = [
-            source.tensor(f"{prefix}.{name}.bias", (size,))
-            for name, size in sizes.items()
-            if has_bias
-        ]
-        weight = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return backend.pack_linear(weight, torch.cat(biases) if biases else None)
-
-    qkv = {
-        "self_attn.q_proj": config.q_size,
-        "self_attn.k_proj": config.kv_size,
-        "self_attn.v_proj": config.kv_size,
-    }
-    return LayerWeights(
-        input_norm=source.tensor(f"{prefix}.input_layernorm.weight", (width,)),
-        qkv=linear(qkv, width, config.attention_bias),
-        output=linear({"self_attn.o_proj": width}, config.q_size, config.attention_output_bias),
-        mlp_norm=source.tensor(f"{prefix}.post_attention_layernorm.weight", (width,)),
-        gate_up=linear({"mlp.gate_proj": ffn, "mlp.up_proj": ffn}, width, config.mlp_bias),
-        down=linear({"mlp.down_proj": width}, ffn, config.mlp_bias),
-    )
+from .weights import DecoderWeights, ExpertsWeights, LayerWeights, MlpWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +55,14 @@ class Decoder:
         self._weights = weights
         self._group = group or SingleRank()
         self._vocabulary = vocabulary
-        self._scale = 1.0 / math.sqrt(config.head_dim)
         self._heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        table = cos_sin_table(config.rope, config.head_dim, max_context)
-        self._cos_sin = table.to(weights.final_norm.device)
+        device = weights.final_norm.device
+        tables = {
+            rope: cos_sin_table(rope, config.head_dim, max_context).to(device)
+            for rope in dict.fromkeys(layer.rope for layer in config.layers)
+        }
+        self._cos_sin = [tables[layer.rope] for layer in config.layers]
+        self._qk_widths = self._sum_qk_widths()
 
     def forward(
         self,
@@ -155,36 +78,49 @@ class Decoder:
         layer works on these alone.
         → [n, hidden_size].
         """
-        backend, eps = self.backend, self.config.rms_norm_eps
+        backend, config = self.backend, self.config
+        eps, last = config.rms_norm_eps, config.num_layers - 1
         residual = self._embed(token_ids)
         x = backend.rms_norm(residual, self._weights.layers[0].input_norm, eps)
-        last = self.config.num_layers - 1
         for index, layer in enumerate(self._weights.layers):
             if index > 0:
                 x = backend.add_rms_norm(x, residual, layer.input_norm, eps)
-            q = self._write_cache(x, layer, kv_layers[index], metadata)
+            q = self._write_cache(x, index, kv_layers[index], metadata)
             if index == last and output_rows is not None and len(output_rows) == 0:
                 return x[:0]
-            x = backend.attention(q, kv_layers[index], metadata, self._scale).flatten(1)
+            x = self._attend(q, index, kv_layers[index], metadata)
             if index == last and output_rows is not None:
                 x, residual = x[output_rows], residual[output_rows]
             x = backend.linear(x, layer.output)
             self._group.all_reduce(x)
+            x = self._before_adding(x, layer.attention_post_norm)
             x = backend.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            gate_up = backend.linear(x, layer.gate_up)
-            x = backend.linear(backend.silu_and_mul(gate_up), layer.down)
+            x = self._feed_forward(x, layer)
             self._group.all_reduce(x)
+            x = self._before_adding(x, layer.mlp_post_norm)
         return backend.add_rms_norm(x, residual, self._weights.final_norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """hidden [n, hidden_size] → float32 [n, vocab_size] on the leader, None on other ranks."""
         logits = self.backend.linear(hidden, self._weights.head)
-        if self._vocabulary is None:
-            return logits.float()
-        gathered = self._group.gather(logits, 1, self._vocabulary.sizes)
-        return None if gathered is None else gathered.float()
+        if self._vocabulary is not None:
+            gathered = self._group.gather(logits, 1, self._vocabulary.sizes)
+            if gathered is None:
+                return None
+            logits = gathered
+        logits, cap = logits.float(), self.config.logits_soft_cap
+        if self.config.logits_scale != 1.0:
+            logits = logits * self.config.logits_scale
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _embed(self, token_ids: Tensor) -> Tensor:
+        x = self._lookup_shared(token_ids)
+        if self.config.embedding_scale == 1.0:
+            return x
+        # The factor is rounded to the model's dtype, as it was in training.
+        return x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)
+
+    def _lookup_shared(self, token_ids: Tensor) -> Tensor:
         """Of ids that are another rank's: zeros, and that rank's vector comes with the sum."""
         if self._vocabulary is None:
             return self._lookup(token_ids)
@@ -203,9 +139,82 @@ class Decoder:
         return F.embedding(token_ids, weights.embedding)
 
     def _write_cache(
-        self, x: Tensor, layer: LayerWeights, kv_layer: Tensor, metadata: AttentionMetadata
+        self, x: Tensor, index: int, kv_layer: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         """Project x [T, hidden_size]; K and V go to the cache → q [T, num_heads, head_dim]."""
+        layer, clip = self._weights.layers[index], self.config.qkv_clip
         fused = self.backend.linear(x, layer.qkv).view(x.shape[0], -1, self.config.head_dim)
         q, k, v = torch.split_with_sizes(fused, self._heads, dim=1)
-        return self.backend.rope_and_cache(q, k, v, self._cos_sin, kv_layer, metadata)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self._normalise(q, k, layer.q_norm, layer.k_norm)
+        if clip is not None:
+            q, k, v = (part.clamp(-clip, clip) for part in (q, k, v))
+        return self.backend.rope_and_cache(q, k, v, self._cos_sin[index], kv_layer, metadata)
+
+    def _normalise(
+        self, q: Tensor, k: Tensor, q_norm: Tensor, k_norm: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """q [T, num_heads, head_dim], k [T, num_kv_heads, head_dim]."""
+        eps = self.config.rms_norm_eps
+        pairs = ((q, q_norm), (k, k_norm))
+        if self._qk_widths is None:
+            q, k = (
+                self.backend.rms_norm(heads.reshape(-1, len(norm)), norm, eps).view(heads.shape)
+                for heads, norm in pairs
+            )
+            return q, k
+        # Over heads that stand on several ranks: what they share is the sum of squares.
+        wide = [heads.flatten(1).float() for heads, _ in pairs]
+        squares = torch.stack([part.square().sum(-1) for part in wide])
+        self._group.all_reduce(squares)
+        scales = torch.rsqrt(squares / self._qk_widths + eps).unsqueeze(-1)
+        q, k = (
+            (norm * (part * scale).to(heads.dtype)).view(heads.shape)
+            for (heads, norm), part, scale in zip(pairs, wide, scales, strict=True)
+        )
+        return q, k
+
+    def _sum_qk_widths(self) -> Tensor | None:
+        """float32 [2, 1]: over how many elements q and k are normalised, where those are on
+        several ranks."""
+        if self.config.qk_norm is not QkNorm.ALL_HEADS or self._group.world_size == 1:
+            return None
+        sizes = (self.config.q_size, self.config.kv_size)
+        widths = torch.tensor(sizes, dtype=torch.float32, device=self._weights.final_norm.device)
+        self._group.all_reduce(widths)
+        return widths.unsqueeze(1)
+
+    def _attend(
+        self, q: Tensor, index: int, kv_layer: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """→ [T, num_heads * head_dim]."""
+        config = self.config
+        out = self.backend.attention(
+            q,
+            kv_layer,
+            metadata,
+            config.attention_scale,
+            config.layers[index].window,
+            config.attention_soft_cap,
+        )
+        return out.flatten(1)
+
+    def _before_adding(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        """What attention or the MLP said, as the residual takes it."""
+        if norm is not None:
+            x = self.backend.rms_norm(x, norm, self.config.rms_norm_eps)
+        return x if self.config.residual_scale == 1.0 else x * self.config.residual_scale
+
+    def _feed_forward(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        if isinstance(layer.mlp, ExpertsWeights):
+            assert self.config.experts is not None, "the model has no experts"
+            return mix_experts(x, layer.mlp, self.config.experts, self.backend, self._run_mlp)
+        return self._run_mlp(x, layer.mlp)
+
+    def _run_mlp(self, x: Tensor, mlp: MlpWeights) -> Tensor:
+        gate_up = self.backend.linear(x, mlp.gate_up)
+        if self.config.activation is Activation.SILU:
+            activated = self.backend.silu_and_mul(gate_up)
+        else:
+            activated = self.backend.gelu_tanh_and_mul(gate_up)
+        return self.backend.linear(activated, mlp.down)

@@ -1,4 +1,4 @@
-"""Tables of rotary embedding, scaled as the model's configuration says."""
+"""Rotary embedding: what a configuration says of it, and the tables that follow."""
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import math
@@ -6,20 +6,104 @@ import math
 import torch
 from torch import Tensor
 
-from .config import RopeConfig, RopeKind
+from .config import RopeConfig, RopeKind, UnsupportedModel
+from .config_fields import ConfigFields
+
+_OTHER_NAMES = {"su": RopeKind.LONGROPE.value}  # what the first Phi-3 checkpoints call it
 
 
-def cos_sin_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
-    """float32 [num_positions, head_dim]: cosines of every frequency, then sines."""
-    frequencies = inverse_frequencies(rope, head_dim)
+def read_rope(
+    fields: ConfigFields,
+    section: ConfigFields | None,
+    head_dim: int,
+    max_position: int,
+    *,
+    theta: float | None = None,
+    may_be_partial: bool = False,
+) -> RopeConfig:
+    """From `rope_parameters` (transformers 5) or `rope_scaling` (before it), else `fields` alone.
+
+    theta: None = what `fields` say, where the section does not.
+    """
+    theta = fields.number("rope_theta", 10_000.0) if theta is None else theta
+    if section is None:
+        section = ConfigFields({}, fields.source)
+    theta = section.number("rope_theta", theta)
+    fraction = section.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if fraction != 1.0 and not may_be_partial:
+        raise UnsupportedModel(f"{section.source}: partial_rotary_factor is not supported")
+    name = section.text("rope_type", section.text("type", "default"))
+    name = _OTHER_NAMES.get(name, name)
+    if name not in tuple(RopeKind):
+        supported = ", ".join(RopeKind)
+        raise UnsupportedModel(
+            f"{section.source}: RoPE type {name!r} is not supported; supported: {supported}"
+        )
+    kind = RopeKind(name)
+    if kind is RopeKind.DEFAULT:
+        return RopeConfig(theta, rotary_fraction=fraction)
+    if kind is RopeKind.LINEAR:
+        return RopeConfig(theta, kind, section.number("factor"), rotary_fraction=fraction)
+    original = section.integer("original_max_position_embeddings", max_position)
+    if kind is RopeKind.LONGROPE:
+        original = fields.integer("original_max_position_embeddings", original)
+        return _longrope(section, theta, fraction, head_dim, max_position, original)
+    return RopeConfig(
+        theta,
+        kind,
+        section.number("factor"),
+        low_freq_factor=section.number("low_freq_factor"),
+        high_freq_factor=section.number("high_freq_factor"),
+        original_max_position=original,
+        rotary_fraction=fraction,
+    )
+
+
+def _longrope(
+    section: ConfigFields,
+    theta: float,
+    fraction: float,
+    head_dim: int,
+    max_position: int,
+    original: int,
+) -> RopeConfig:
+    """Both sets of factors; cosines and sines grow with the stretch of the context."""
+    stretch = section.number("factor", max_position / original)
+    grown = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+    half = int(head_dim * fraction) // 2
+    return RopeConfig(
+        theta,
+        RopeKind.LONGROPE,
+        original_max_position=original,
+        rotary_fraction=fraction,
+        short_factors=section.numbers("short_factor", half),
+        long_factors=section.numbers("long_factor", half),
+        magnitude=section.number("attention_factor", grown),
+    )
+
+
+def cos_sin_table(rope: RopeConfig | None, head_dim: int, num_positions: int) -> Tensor:
+    """float32 [num_positions, rotary_dim]: cosines of every frequency, then sines.
+
+    num_positions: the longest context; it also chooses between the two sets of LONGROPE.
+    rope: None = a table of width 0, which rotates nothing.
+    """
+    if rope is None:
+        return torch.zeros(num_positions, 0)
+    frequencies = inverse_frequencies(rope, head_dim, num_positions)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
-    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1) * rope.magnitude
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """float32 [head_dim / 2]."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / (rope.theta**exponents)
+def inverse_frequencies(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
+    """float32 [rotary_dim / 2]."""
+    rotary_dim = int(head_dim * rope.rotary_fraction)
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    powers = rope.theta**exponents
+    if rope.kind is RopeKind.LONGROPE:
+        is_long = num_positions > rope.original_max_position
+        return 1.0 / (torch.tensor(rope.long_factors if is_long else rope.short_factors) * powers)
+    frequencies = 1.0 / powers
     if rope.kind is RopeKind.LINEAR:
         return frequencies / rope.factor
     if rope.kind is RopeKind.LLAMA3:
