@@ -154,6 +154,7 @@ def _sampling(sampling: SamplingParams) -> pb.Sampling:
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
         skip_special_tokens=sampling.skip_special_tokens,
+        response_format=pb.ResponseFormat(grammar=sampling.grammar) if sampling.grammar else None,
     )
 
 

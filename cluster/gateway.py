@@ -27,6 +27,7 @@ from .controller_client import ControllerClient
 from .engine_client import ChannelFactory, EngineClient, insecure_channel
 from .generation import ChatPrompt, GenerateCall, OutputDelta, TextPrompt, TokenPrompt
 from .generation_run import Clock, GenerationRun, RetryPolicy
+from .grammar import check_grammar
 from .metrics import GatewayMetrics, RequestMeter
 from .model_catalog import LoadTokenizer, ModelCatalog, ServedModel
 from .quotas import Quotas
@@ -217,6 +218,7 @@ class Gateway:
     async def _prepare(self, call: GenerateCall) -> Generation:
         """Everything that is wrong with a call is found here."""
         check_call(call, self._limits)
+        await check_grammar(call.sampling.grammar)
         try:
             async with asyncio.timeout(call.deadline_s):
                 prompt = await self.tokenize(call.model, call.prompt)

@@ -17,6 +17,7 @@ from ..protos.messages import (
     SamplingParams,
     TokenLogprobs,
 )
+from . import grammar
 from .gateway import Generation
 from .generation import (
     ChatMessage,
@@ -76,7 +77,22 @@ def sampling_from_proto(message: pb.Sampling) -> SamplingParams:
         logprobs=message.logprobs if has("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if has("prompt_logprobs") else None,
         skip_special_tokens=message.skip_special_tokens if has("skip_special_tokens") else True,
+        grammar=_grammar(message.response_format),
     )
+
+
+def _grammar(message: pb.ResponseFormat) -> str:
+    match message.WhichOneof("format"):
+        case "json_object":
+            return grammar.json_object() if message.json_object else ""
+        case "json_schema":
+            return grammar.json_schema(message.json_schema)
+        case "regex":
+            return grammar.regex(message.regex)
+        case "grammar":
+            return message.grammar
+        case _:
+            return ""
 
 
 def tokenize_prompt_from_proto(request: pb.TokenizeRequest) -> TextPrompt | ChatPrompt:

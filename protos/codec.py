@@ -60,6 +60,7 @@ def encode_sampling(sampling: SamplingParams) -> engine_pb2.Sampling:
         logit_bias_values=[bias for _, bias in sampling.logit_bias],
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
+        grammar=sampling.grammar,
     )
 
 
@@ -82,6 +83,7 @@ def decode_sampling(message: engine_pb2.Sampling) -> SamplingParams:
         logit_bias=tuple(zip(message.logit_bias_ids, message.logit_bias_values, strict=True)),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        grammar=message.grammar,
     )
 
 

@@ -36,6 +36,7 @@ class SamplingParams:
     max_tokens: None = up to the model's context; 0 = prefill only (prompt logprobs, warm-up).
     top_k: 0 = off. logprobs: None = none, 0 = of the sampled token only, k = also the k best.
     stop: strings; the gateway matches them, engines never see text.
+    grammar: what the output must match, in llguidance's words (Lark, or its JSON); empty = none.
     beam_width: 0 or 1 = sample; more = beam search of so many beams, whose n best hypotheses by
     sum of log-probabilities / length ** length_penalty are told at the end.
     """
@@ -58,6 +59,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    grammar: str = ""
     beam_width: int = 0
     length_penalty: float = 1.0
 

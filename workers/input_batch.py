@@ -15,6 +15,7 @@ from torch import Tensor
 from ..kernels.metadata import AttentionMetadata
 from ..protos.messages import SamplingParams
 from ..scheduler.output import Int32Array, NewRow, SchedulerOutput
+from .grammar import GrammarState
 
 Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
@@ -53,6 +54,7 @@ class SamplingRows:
         self.forbidden_ids: dict[int, Int64Array] = {}
         self.num_logprobs: dict[int, int] = {}
         self.num_prompt_logprobs: dict[int, int] = {}
+        self.grammars: dict[int, GrammarState] = {}
 
     def set(self, new: NewRow, eos_token_ids: tuple[int, ...]) -> None:
         """Take over a new row's parameters."""
@@ -89,11 +91,14 @@ class SamplingRows:
             self.num_logprobs[row] = params.logprobs
         if params.prompt_logprobs is not None:
             self.num_prompt_logprobs[row] = params.prompt_logprobs
+        if params.grammar:
+            self.grammars[row] = GrammarState(params.grammar)
         self.is_special[row] = (
             self.is_penalised[row]
             or row in self.logit_bias
             or row in self.forbidden_ids
             or row in self.num_logprobs
+            or row in self.grammars
         )
 
     def _clear_rare(self, row: int) -> None:
@@ -102,6 +107,7 @@ class SamplingRows:
             self.forbidden_ids,
             self.num_logprobs,
             self.num_prompt_logprobs,
+            self.grammars,
         ):
             by_row.pop(row, None)
 

@@ -6,6 +6,7 @@ not finite fails alone.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 
+import logging
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +16,10 @@ from torch import Tensor
 from ..kernels import sampling as kernels
 from ..protos.messages import TokenLogprobs
 from ..scheduler.output import Int32Array
+from .grammar import GrammarError, GrammarTokenizer
 from .input_batch import InputBatch, Int64Array
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +36,14 @@ class Sampler:
     """Chooses one token per entry.
 
     Log-probabilities are the model's own: of the logits before penalties, bias, temperature and
-    filters.
+    filters. grammar_tokenizer: needed by rows with a grammar.
     """
 
-    def __init__(self, batch: InputBatch) -> None:
+    def __init__(
+        self, batch: InputBatch, grammar_tokenizer: GrammarTokenizer | None = None
+    ) -> None:
         self._batch = batch
+        self._grammar_tokenizer = grammar_tokenizer
 
     def sample(self, logits: Tensor, rows: Int32Array) -> Samples:
         """logits: float32 [n, vocab], may be overwritten; rows: int32 [n], whose parameters,
@@ -77,6 +84,26 @@ class Sampler:
             if row in params.forbidden_ids and self._num_output(row) < params.min_tokens[row]:
                 forbidden = torch.from_numpy(params.forbidden_ids[row]).to(logits.device)
                 kernels.forbid(logits, torch.full_like(forbidden, entry), forbidden)
+            if row in params.grammars:
+                self._constrain(logits[entry], row)
+
+    def _constrain(self, logits: Tensor, row: int) -> None:
+        """Only what the row's grammar allows, in place. A row that cannot go on fails alone."""
+        assert self._grammar_tokenizer is not None, f"row {row} has a grammar"
+        batch = self._batch
+        output = batch.tokens[row, batch.num_prompt_tokens[row] : batch.num_tokens[row]]
+        try:
+            state = batch.sampling.grammars[row]
+            allowed = torch.from_numpy(state.allowed(self._grammar_tokenizer, output))
+        except GrammarError as error:
+            logger.warning("a row left its grammar: %s", error)
+            logits.fill_(float("nan"))
+            return
+        allowed = allowed.to(logits.device)
+        if not bool(logits[allowed].isfinite().any()):
+            # the grammar's end before min_tokens: the grammar wins
+            logits.masked_fill_(allowed, 0.0)
+        logits.masked_fill_(~allowed, float("-inf"))
 
     def _num_output(self, row: int) -> int:
         return int(self._batch.num_tokens[row] - self._batch.num_prompt_tokens[row])
