@@ -274,6 +274,7 @@ def _replica_to_proto(replica: ReplicaStatus) -> pb.ReplicaState:
         hit_tokens=replica.hit_tokens,
         preemptions=replica.preemptions,
         report_age_s=replica.report_age_s,
+        node_id=replica.node_id,
     )
 
 
