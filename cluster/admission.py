@@ -43,6 +43,13 @@ class Need:
     growth_tokens: int
     expected_output_tokens: float
 
+    def without(self, num_shared: int) -> "Need":
+        """The same where so many blocks are held by others already."""
+        if not num_shared:
+            return self
+        blocks = self.num_blocks - num_shared
+        return Need(blocks, self.growth_tokens, self.expected_output_tokens)
+
 
 def blocks_for(num_tokens: int, growth: int, num_samples: int, block_size: int) -> int:
     """The prompt once, and the growth of every sample: samples share the prompt's full blocks."""

@@ -7,7 +7,7 @@ just taken. Knows nothing of gateways, of Ray, or of other models.
 import heapq
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ..protos.messages import (
     AdmissionClass,
@@ -128,10 +128,7 @@ class ModelPool:
                 break
             waiting, slot = self.queue.at(pair[0]), pair[1]
             hit = self.queue.hits[waiting.row, slot] + self.queue.host_hits[waiting.row, slot]
-            need = replace(
-                waiting.need,
-                num_blocks=waiting.need.num_blocks - int(self.queue.shared[waiting.row, slot]),
-            )
+            need = waiting.need.without(int(self.queue.shared[waiting.row, slot]))
             self.withdraw(waiting)
             self.queue.learn_wait(now - waiting.since)
             grants.append(self._grant(waiting.request, need, slot, float(hit), now))

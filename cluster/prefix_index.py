@@ -11,6 +11,7 @@ tier must equal the digest that the replica reports.
 A prefix counts as far as it is unbroken from the root.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -114,7 +115,7 @@ class PrefixIndex:
         self._host = _Layer()
         self._layers = (self._device, self._host)
         self._claimed: dict[bytes, int] = {}
-        self._claims: list[dict[bytes, int]] = []
+        self._claims: list[Counter[bytes]] = []
         self._watchers: dict[bytes, set[Hashable]] = {}
         self._touched: set[Hashable] = set()
 
@@ -127,7 +128,7 @@ class PrefixIndex:
         """A new slot number; the caller reuses it after `clear`."""
         self._device.grow()
         self._host.grow()
-        self._claims.append({})
+        self._claims.append(Counter())
         return len(self._claims) - 1
 
     def apply(self, slot: int, events: RouteEvents) -> None:
@@ -167,12 +168,9 @@ class PrefixIndex:
         bit = 1 << slot
         claims, claimed = self._claims[slot], self._claimed
         for route_hash in hashes:
-            count = claims.get(route_hash)
-            if count is None:
-                claims[route_hash] = 1
+            if route_hash not in claims:
                 claimed[route_hash] = claimed.get(route_hash, 0) | bit
-            else:
-                claims[route_hash] = count + 1
+        claims.update(hashes)  # counts in C
         if self._watchers:
             for route_hash in hashes:
                 self._touch(route_hash)
