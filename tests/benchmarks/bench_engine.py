@@ -8,7 +8,6 @@ interpreter of an environment with vLLM, it runs the same workloads too.
 """
 
 import argparse
-import gc
 import os
 import statistics
 import tempfile
@@ -152,9 +151,7 @@ class Transformers:
     def __init__(self, folder: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-    def run(self, workload: Workload, prompts: list[list[int]]) -> Measured | None:
-        if workload.same_as is not None:
-            return None  # it has no pool that could be tight, and no prefix cache to turn off
+    def run(self, workload: Workload, prompts: list[list[int]]) -> Measured:
         batch = torch.tensor(prompts).repeat_interleave(workload.n, dim=0)
         began = time.perf_counter()
         self._generate(batch, 1)
@@ -185,24 +182,20 @@ def median(runs: list[Measured]) -> Measured:
     return next(run for run in runs if run.seconds == middle)
 
 
-def compare(workload: Workload, ours: Measured, theirs: Measured | None, name: str) -> list[Row]:
-    def row(metric: str, value: float, reference: float | None) -> Row:
+def compare(workload: Workload, ours: Measured, theirs: Measured, name: str) -> list[Row]:
+    def row(metric: str, value: float, reference: float) -> Row:
         return Row(workload.name, metric, value, reference, name)
 
     def speed(run: Measured) -> float:
         return workload.num_generated / run.seconds
 
     def ms_per_token(run: Measured) -> float:
-        steps = workload.num_output_tokens - 1
-        return 1000 * (run.seconds - run.first_token_s) / steps
+        return 1000 * (run.seconds - run.first_token_s) / (workload.num_output_tokens - 1)
 
-    rows = [row("tokens_per_s", speed(ours), speed(theirs) if theirs else None)]
+    rows = [row("tokens_per_s", speed(ours), speed(theirs))]
     if workload.num_prompts == 1:
-        first = 1000 * theirs.first_token_s if theirs else None
-        rows.append(row("ttft_ms", 1000 * ours.first_token_s, first))
-        rows.append(
-            row("ms_per_token", ms_per_token(ours), ms_per_token(theirs) if theirs else None)
-        )
+        rows.append(row("ttft_ms", 1000 * ours.first_token_s, 1000 * theirs.first_token_s))
+        rows.append(row("ms_per_token", ms_per_token(ours), ms_per_token(theirs)))
     return rows
 
 
@@ -212,44 +205,52 @@ def run_all(
     torch.set_num_threads(num_threads)
     transformers_logging.disable_progress_bar()
     prompts = {workload.name: workload.prompts(vocab) for workload in workloads}
-    theirs = _run_engine(Transformers(folder), workloads, prompts, repeats)
-    gc.collect()  # its weights, before ours are measured
-    ours = _run_engine(OurEngine(folder, num_threads), workloads, prompts, repeats)
+    theirs, ours = Transformers(folder), OurEngine(folder, num_threads)
+    for engine in (theirs, ours):  # warm-up
+        engine.run(replace(WORKLOADS[0], num_output_tokens=4), prompts[workloads[0].name][:1])
+    our_runs: dict[str, Measured] = {}
+    their_runs: dict[str, Measured] = {}
+    for workload in workloads:
+        _run_both(workload, prompts[workload.name], repeats, ours, theirs, our_runs, their_runs)
     rows: list[Row] = []
     for workload in workloads:
-        our_run, their_run = ours[workload.name], theirs.get(workload.same_as or workload.name)
+        our_run, their_run = our_runs[workload.name], their_runs[workload.same_as or workload.name]
         rows += compare(workload, our_run, their_run, Transformers.name)
         _print_equality(workload, our_run, their_run)
-    rows += _pool_and_cache_rows(workloads, ours)
+    rows += _pool_and_cache_rows(workloads, our_runs)
     for name, seconds in run_vllm(folder, workloads, prompts, repeats).items():
         workload = next(workload for workload in workloads if workload.name == name)
         speed = workload.num_generated / seconds
-        our_speed = workload.num_generated / ours[name].seconds
+        our_speed = workload.num_generated / our_runs[name].seconds
         rows.append(Row(name, "tokens_per_s", our_speed, speed, "vLLM"))
     return rows
 
 
-def _run_engine(
-    engine: OurEngine | Transformers,
-    workloads: list[Workload],
-    prompts: dict[str, list[list[int]]],
+def _run_both(
+    workload: Workload,
+    prompts: list[list[int]],
     repeats: int,
-) -> dict[str, Measured]:
-    engine.run(replace(WORKLOADS[0], num_output_tokens=4), prompts[workloads[0].name][:1])
-    results: dict[str, Measured] = {}
-    for workload in workloads:
-        runs = [engine.run(workload, prompts[workload.name]) for _ in range(repeats)]
-        kept = [run for run in runs if run is not None]
-        if kept:
-            results[workload.name] = median(kept)
-            seconds = results[workload.name].seconds
-            print(f"{engine.name:<14}{workload.name:<14}{seconds:8.2f} s", flush=True)
-    return results
+    ours: OurEngine,
+    theirs: Transformers,
+    our_runs: dict[str, Measured],
+    their_runs: dict[str, Measured],
+) -> None:
+    """In turn, so that what else the machine does meets both alike."""
+    own: list[Measured] = []
+    other: list[Measured] = []
+    their_name = workload.same_as or workload.name
+    for _ in range(repeats):
+        if their_name not in their_runs:
+            other.append(theirs.run(workload, prompts))
+        own.append(ours.run(workload, prompts))
+    our_runs[workload.name] = median(own)
+    if other:
+        their_runs[their_name] = median(other)
+    seconds = our_runs[workload.name].seconds, their_runs[their_name].seconds
+    print(f"{workload.name:<14} ours {seconds[0]:7.2f} s, theirs {seconds[1]:7.2f} s", flush=True)
 
 
-def _print_equality(workload: Workload, ours: Measured, theirs: Measured | None) -> None:
-    if theirs is None:
-        return
+def _print_equality(workload: Workload, ours: Measured, theirs: Measured) -> None:
     equal = sum(ours.tokens[key] == tokens for key, tokens in theirs.tokens.items())
     print(f"{workload.name}: {equal} of {len(theirs.tokens)} samples have the same tokens")
 

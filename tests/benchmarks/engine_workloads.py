@@ -10,7 +10,7 @@ class Workload:
     """Prompts that start together. n: samples of each. shared: their common prefix, in tokens.
 
     pool_tokens: size of the KV pool; None = large. same_as: the workload with the same prompts,
-    for what an engine without a pool or a prefix cache cannot tell apart.
+    which comes before it: an engine without a pool or a prefix cache cannot tell them apart.
     """
 
     name: str
