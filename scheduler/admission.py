@@ -38,7 +38,7 @@ class Admission:
                 self._books.counters.admissions_deferred += 1
                 return
             row = self._enter(sequence, prefix, now)
-            plan.new_rows.append(self._new_row(row))
+            plan.new_rows.append(self.new_row(row))
             if not self._batch.is_loading[row]:
                 self.plan_chunk(plan, row, int(self._batch.remaining()[row]))
 
@@ -109,15 +109,16 @@ class Admission:
                 row = self._manager.fork(parent, sequence, end)
                 sequence.admitted_s, sequence.cached_tokens = first.admitted_s, first.cached_tokens
                 plan.forks.append((parent, row))
-                plan.new_rows.append(self._new_row(row))
+                plan.new_rows.append(self.new_row(row))
         self._books.leases.settle(request)
 
-    def _new_row(self, row: int) -> NewRow:
+    def new_row(self, row: int) -> NewRow:
+        """What the runner must know of a row."""
         sequence = self._batch.sequence(row)
         return NewRow(
             row=row,
             sequence_id=sequence.id,
-            token_ids=sequence.token_ids,
+            token_ids=self._batch.token_ids[row, : self._batch.num_known(row)].copy(),
             num_prompt_tokens=sequence.num_prompt_tokens,
             block_table=self._manager.table(row),
             sampling=sequence.request.sampling,

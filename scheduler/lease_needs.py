@@ -65,13 +65,18 @@ class LeaseNeeds:
         num_prompt = len(request.prompt_token_ids)
         shared = self._num_shared(num_prompt)
         longest = self._manager.num_blocks_for(max(num_prompt, token_limit - 1))
-        return shared + len(request.samples) * (longest - shared)
+        num_samples = max(len(request.samples), request.sampling.beam_width)
+        return shared + num_samples * (longest - shared)
 
     def _worst_case_left(self, request: Request) -> int:
         """Blocks that its samples would still take if all of them ran to their limits."""
         longest = self._manager.num_blocks_for(request.compute_limit)
         shared = self._num_shared(request.num_prompt_tokens)
         rows = [s.row for s in request.sequences if s.row is not None]
+        if request.beams is not None:  # which of them fork is not known before
+            held = {block for row in rows for block in self._manager.blocks(row)}
+            worst = shared + request.sampling.beam_width * (longest - shared)
+            return max(0, worst - len(held))
         num_others = sum(
             s.state in (SequenceState.WAITING, SequenceState.HELD) for s in request.sequences
         )

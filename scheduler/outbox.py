@@ -1,6 +1,7 @@
 """What clients are to be told and have not been yet. Knows no blocks."""
 
 from ..protos.messages import FinishReason, SequenceDelta, TokenLogprobs
+from .beam_search import Hypothesis
 from .request import Sequence
 from .running_batch import RunningBatch
 
@@ -68,6 +69,33 @@ class Outbox:
                 prompt_logprobs=_take_prompt_logprobs(sequence),
                 finish_reason=reason,
                 usage=sequence.usage(num_output_tokens, now),
+                error=error,
+            )
+        )
+
+    def tell_hypothesis(
+        self,
+        sequence: Sequence,
+        index: int,
+        hypothesis: Hypothesis | None,
+        reason: FinishReason | None,
+        error: str,
+        now: float,
+    ) -> None:
+        """One of a beam search's results, whole. reason: None = as the hypothesis ended."""
+        token_ids = () if hypothesis is None else hypothesis.token_ids
+        if reason is None:
+            is_stopped = hypothesis is not None and hypothesis.is_stopped
+            reason = FinishReason.STOP if is_stopped else FinishReason.LENGTH
+        self._deltas.append(
+            SequenceDelta(
+                request_key=sequence.request.key,
+                index=index,
+                first_position=0,
+                token_ids=token_ids,
+                prompt_logprobs=_take_prompt_logprobs(sequence) if index == 0 else (),
+                finish_reason=reason,
+                usage=sequence.usage(len(token_ids), now),
                 error=error,
             )
         )

@@ -128,6 +128,23 @@ class SchedulerOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamCandidates:
+    """The best next tokens of one beam, best first, ties to the lowest id.
+
+    token_ids: int32 [k], log-probabilities logprobs: float32 [k], of the processed logits over
+    the whole vocabulary; k = `num_beam_candidates(sampling, number of EOS ids)`.
+    """
+
+    token_ids: Int32Array
+    logprobs: NDArray[np.float32]
+
+
+def num_beam_candidates(sampling: SamplingParams, num_eos: int) -> int:
+    """So many that `beam_width` beams go on even if every token that ends one is among them."""
+    return sampling.beam_width * (1 + max(1, num_eos + len(sampling.stop_token_ids)))
+
+
+@dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
     """What one step produced.
 
@@ -137,6 +154,9 @@ class ModelRunnerOutput:
         only for rows that asked: computing positions c..e-1 of a prompt of n tokens gives those
         of c+1..min(e, n-1), and with c = 0 also None for position 0 first.
     copies_done: jobs that ended since the last output.
+    beam_candidates: by position in `sample_rows`, for every row with beam_width > 1. Its entry of
+        token_ids means nothing: which token it goes on with is the scheduler's choice, and the row
+        comes again in `new_rows` of a later step.
     failed_rows: rows whose logits were not finite; they end with an error, alone.
     elapsed_s: time the step took on the device, for the measured rates.
     """
@@ -147,6 +167,7 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[int, tuple[TokenLogprobs | None, ...]] = field(
         default_factory=dict[int, tuple[TokenLogprobs | None, ...]]
     )
+    beam_candidates: dict[int, BeamCandidates] = field(default_factory=dict[int, BeamCandidates])
     copies_done: tuple[CopyDone, ...] = ()
     failed_rows: tuple[int, ...] = ()
     elapsed_s: float = 0.0

@@ -6,6 +6,7 @@ those that outlive a row, and the hash chain, which only grows.
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from ..protos.messages import (
 from .content import Content
 from .output import Int32Array
 
+if TYPE_CHECKING:
+    from .beam_group import BeamGroup
+
 _CLASS_RANKS = {
     AdmissionClass.GUARANTEED: 0,
     AdmissionClass.STANDARD: 1,
@@ -30,7 +34,7 @@ _CLASS_RANKS = {
 class SequenceState(Enum):
     """Where a sequence is in its life."""
 
-    HELD = auto()  # a later sample that waits for the first to have computed the prompt
+    HELD = auto()  # waits for its siblings: for the prompt, or for the other beams' offers
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
@@ -103,10 +107,11 @@ class Request:
             None if request.deadline_s is None else now + request.deadline_s
         )
         self.token_limit = token_limit
-        self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
+        self.stop_token_ids: frozenset[int] = frozenset(request.sampling.stop_token_ids)
         self.sequences: list[Sequence] = []
         self.prompt_chain = HashChain()
         self.prompt_is_computed = False
+        self.beams: BeamGroup | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

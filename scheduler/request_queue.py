@@ -10,7 +10,7 @@ _Key = tuple[int, int, int, int]
 
 
 def _key(sequence: Sequence) -> _Key:
-    return (*sequence.request.queue_key, sequence.index)
+    return (*sequence.request.queue_key, sequence.id)
 
 
 class RequestQueue:

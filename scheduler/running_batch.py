@@ -30,6 +30,7 @@ class RunningBatch:
     max_outputs: of them output.
     capacity: positions its blocks hold. next_publish: computed positions at which its next block
     can be published.
+    is_beam: which token follows is not the runner's choice, so none is in flight.
     is_loading: KV on its way from the host; not to be scheduled.
     """
 
@@ -48,6 +49,8 @@ class RunningBatch:
         self.next_publish: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.arrival: Int64Array = np.zeros(num_rows, dtype=np.int64)
         self.has_stop_ids: BoolArray = np.zeros(num_rows, dtype=np.bool_)
+        self.is_beam: BoolArray = np.zeros(num_rows, dtype=np.bool_)
+        self.num_beams = 0
         self.is_loading: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self._num_loading = 0
         # Parts of plain decode steps, made once; who gets a slice of them must not write to it.
@@ -83,6 +86,8 @@ class RunningBatch:
         self.max_outputs[row] = request.token_limit - num_prompt
         self.arrival[row] = request.arrival
         self.has_stop_ids[row] = bool(request.stop_token_ids)
+        self.is_beam[row] = request.beams is not None
+        self.num_beams += request.beams is not None
         self.sequences[row] = sequence
         self.keys[row] = request.key
         self.indexes[row] = sequence.index
@@ -103,6 +108,8 @@ class RunningBatch:
         self.compute_limit[row] = 0
         self.capacity[row] = 0
         self.set_loading(row, False)
+        self.num_beams -= int(self.is_beam[row])
+        self.is_beam[row] = False
         self.sequences[row] = None
         self.keys[row] = ""
         heappush(self._free, row)
@@ -159,6 +166,7 @@ class RunningBatch:
     def check_integrity(self) -> None:
         """Rows and sequences name each other, and no count passes another."""
         check(len(set(self._free)) == len(self._free), "a row is free twice")
+        check(int(self.is_beam.sum()) == self.num_beams, f"{self.num_beams} rows are beams")
         check(int(self.is_loading.sum()) == self._num_loading, f"{self._num_loading} rows load")
         heapify(self._free)
         for row, sequence in enumerate(self.sequences):

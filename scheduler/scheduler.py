@@ -29,6 +29,8 @@ from ..protos.messages import (
     TokenLogprobs,
 )
 from .admission import Admission
+from .beam_group import BeamGroup
+from .beam_search import BeamSearch
 from .block_hash import root_hash
 from .books import Books
 from .config import SchedulerConfig
@@ -65,6 +67,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, str]] = []
         self._in_flight: deque[StepRecord] = deque()
         self._removed_rows: list[int] = []
+        self._unannounced: dict[int, int] = {}  # row → sequence id, to be sent with the next step
         self._num_arrived = 0
         self._num_sequences = 0
         self._step = 0
@@ -88,7 +91,10 @@ class Scheduler:
         identity = replace(self._identity, adapter=request.adapter, salt=request.cache_salt)
         entry = Request(request, self._num_arrived, now, limit, root_hash(identity))
         self._requests[entry.key] = entry
-        self._add_samples(request, entry)
+        if request.sampling.beam_width > 1 and request.sampling.max_tokens != 0:
+            self._add_beams(request, entry)
+        else:
+            self._add_samples(request, entry)
         if entry.deadline is not None:
             self._note_deadline(entry.deadline, entry)
         for sequence in list(entry.sequences):
@@ -103,7 +109,7 @@ class Scheduler:
             return False
         for sequence in request.sequences:
             if sequence.state is not SequenceState.FINISHED:
-                self._drop(sequence)
+                self.drop(sequence)
         self._forget(request)
         self._outbox.forget(request_key)
         return True
@@ -138,6 +144,9 @@ class Scheduler:
         # nothing else would ever run.
         if self._queue and (not plan.has_preempted or not self._batch):
             self._admission.admit(plan, now)
+        while plan.is_empty and self._unblock():
+            self._admission.admit(plan, now)
+        self._announce(plan)
         self._books.tier.write_back()
         plan.copy_jobs = self._books.tier.take_jobs()
         if plan.is_empty:
@@ -164,6 +173,8 @@ class Scheduler:
         for row, entries in result.prompt_logprobs.items():
             self._collect_prompt_logprobs(record, row, entries)
         self._append_tokens(record, result, now)
+        if result.beam_candidates:
+            self._take_offers(record, result, now)
         for request in record.prompts:
             self._release_held(request)
         for sequence_id in record.prefill_only:
@@ -242,6 +253,14 @@ class Scheduler:
             entry.sequences.append(sequence)
             self._sequences[sequence.id] = sequence
 
+    def _add_beams(self, request: EngineRequest, entry: Request) -> None:
+        """One beam computes the prompt; the others fork off it."""
+        sampling = request.sampling
+        ends = entry.stop_token_ids if sampling.ignore_eos else entry.stop_token_ids | self._eos
+        max_tokens = entry.token_limit - entry.num_prompt_tokens
+        search = BeamSearch(sampling.beam_width, sampling.length_penalty, ends, max_tokens)
+        entry.beams = BeamGroup(search, self.new_beam(entry, entry.prompt))
+
     def _release_first(self, request: Request) -> None:
         """The first sample computes the prompt; those behind it are held until it has."""
         held = [s for s in request.sequences if s.state is SequenceState.HELD]
@@ -271,7 +290,7 @@ class Scheduler:
             if request is None or request.arrival != arrival:
                 continue
             self._books.counters.expired += 1
-            for sequence in request.sequences:
+            for sequence in list(request.sequences):
                 if sequence.state is not SequenceState.FINISHED:
                     self._finish(sequence, FinishReason.DEADLINE, now)
 
@@ -305,6 +324,112 @@ class Scheduler:
         for row in rows[np.argsort(batch.arrival[rows])].tolist():
             self._admission.plan_chunk(plan, row, int(remaining[row]))
 
+    def _unblock(self) -> bool:
+        """Where all rows are beams that wait for siblings which wait for their blocks, one of them
+        has to let go. False: something else is on its way, or nothing waits."""
+        if not (self._queue and self._batch) or self._in_flight or self._books.tier.is_busy:
+            return False
+        rows = [row for row in self._batch.rows() if self._batch.is_beam[row]]
+        if self._unannounced or not rows:
+            return False
+        youngest = max(rows, key=lambda row: self._batch.sequence(row).request.queue_key)
+        self._park(self._batch.sequence(youngest))
+        return True
+
+    def _announce(self, plan: StepPlan) -> None:
+        """Rows whose last token the runner did not choose, or whose fork it did not see."""
+        for row in self._unannounced:
+            plan.new_rows.append(self._admission.new_row(row))
+        self._unannounced.clear()
+
+    # ── beams ─────────────────────────────────────────────────────────────────────────────
+
+    def new_beam(self, request: Request, token_ids: Int32Array) -> Sequence:
+        """A sequence with these tokens, neither waiting nor running yet."""
+        self._num_sequences += 1
+        sequence = Sequence(self._num_sequences, request, 0, ())
+        sequence.token_ids = token_ids
+        sequence.state = SequenceState.HELD
+        sequence.owes_prompt_logprobs &= not request.prompt_is_computed
+        request.sequences.append(sequence)
+        self._sequences[sequence.id] = sequence
+        return sequence
+
+    def announce(self, row: int, is_known: bool) -> None:
+        """Send the row anew with the next step. is_known: the runner has it already."""
+        if is_known:
+            self._removed_rows.append(row)
+        self._unannounced[row] = int(self._batch.sequence_ids[row])
+
+    def _take_offers(self, record: StepRecord, result: ModelRunnerOutput, now: float) -> None:
+        """What the beams of this step offer; a request whose beams all have goes on."""
+        complete: dict[str, Request] = {}
+        for place, candidates in result.beam_candidates.items():
+            sequence = self._sequences.get(int(record.sample_ids[place]))
+            if sequence is None or (beams := sequence.request.beams) is None:
+                continue
+            row = sequence.row
+            known = len(sequence.token_ids) if row is None else self._batch.num_known(row)
+            if record.ends[record.output.sample_entries[place]] != known:
+                continue  # computed twice, and the search has gone on with the first
+            if sequence.first_token_s is None:
+                sequence.first_token_s = now
+            beams.offer(sequence, candidates)
+            if row is None or self._batch.num_computed[row] < known:
+                self._park(sequence)  # preempted meanwhile; its part is done
+            complete[sequence.request.key] = sequence.request
+        for request in complete.values():
+            self._advance_beams(request, now)
+
+    def _park(self, sequence: Sequence) -> None:
+        """A beam that has offered and lost its KV waits for its siblings, not for blocks."""
+        if sequence.row is None:
+            self._queue.remove(sequence)
+            self._books.tier.drop(sequence)
+        else:
+            self._vacate(sequence)
+        sequence.state = SequenceState.HELD
+
+    def _advance_beams(self, request: Request, now: float) -> None:
+        beams = request.beams
+        assert beams is not None, f"{request.key} has no beams"
+        if not beams.is_complete:
+            return
+        if not beams.advance(self._books, self):
+            self._finish_beams(request, None, now)
+            return
+        request.sequences = list(beams.sequences)
+        self._books.leases.settle(request)
+
+    def _finish_beams(
+        self, request: Request, reason: FinishReason | None, now: float, error: str = ""
+    ) -> None:
+        """Tell the best hypotheses and forget the request. reason: None = the search is over."""
+        assert request.beams is not None, f"{request.key} has no beams"
+        count = max(1, request.sampling.n)
+        hypotheses = request.beams.search.best(count)
+        usage = request.sequences[0]
+        for index in range(count):
+            found = hypotheses[index] if index < len(hypotheses) else None
+            self._outbox.tell_hypothesis(usage, index, found, reason, error, now)
+        for sequence in request.sequences:
+            if sequence.state is not SequenceState.FINISHED:
+                self.drop(sequence)
+        self._forget(request)
+
+    def _lose_beam(self, sequence: Sequence, now: float) -> None:
+        """A beam alone outgrew the pool: the others go on without it."""
+        request = sequence.request
+        beams = request.beams
+        assert beams is not None, f"{sequence} is no beam"
+        if len(beams.sequences) == 1:
+            self._finish_beams(request, FinishReason.KV_EXHAUSTED, now)
+            return
+        beams.remove(sequence)
+        self.drop(sequence)
+        request.sequences = list(beams.sequences)
+        self._advance_beams(request, now)
+
     # ── what exhaustion and admission have decided ────────────────────────────────────────
 
     @property
@@ -318,7 +443,9 @@ class Scheduler:
         row = sequence.row
         assert row is not None, f"{sequence} does not run"
         counters = self._books.counters
-        if self._swap_out(sequence, row):
+        beams = sequence.request.beams
+        has_offered = beams is not None and beams.has_offered(sequence)
+        if not has_offered and self._swap_out(sequence, row):
             counters.preemptions_swap += 1
         else:
             counters.preemptions_recompute += 1
@@ -327,12 +454,17 @@ class Scheduler:
         self._vacate(sequence)
         sequence.num_preemptions += 1
         self._queue.add(sequence)
+        if has_offered:
+            self._park(sequence)
         self._books.leases.settle(sequence.request)
 
     def exhaust(self, sequence: Sequence, now: float) -> None:
         """Nothing else can make room: a sequence ends with what it has."""
         self._books.counters.kv_exhausted += 1
-        self._finish(sequence, FinishReason.KV_EXHAUSTED, now)
+        if sequence.request.beams is not None:
+            self._lose_beam(sequence, now)
+        else:
+            self._finish(sequence, FinishReason.KV_EXHAUSTED, now)
 
     def _swap_out(self, sequence: Sequence, row: int) -> bool:
         if not self._exhaustion.prefers_swap(row):
@@ -398,9 +530,10 @@ class Scheduler:
         batch, rows, tokens = self._batch, record.output.sample_rows, result.token_ids
         is_current = batch.sequence_ids[rows] == record.sample_ids
         places: list[int] | range = range(len(rows))
-        if not is_current.all():
+        if batch.num_beams or not is_current.all():
             stale: list[int] = np.flatnonzero(~is_current).tolist()
             self._append_to_waiting(record, result, stale, now)
+            is_current &= ~batch.is_beam[rows]
             current = np.flatnonzero(is_current)
             rows, tokens, places = rows[current], tokens[current], current.tolist()
         numbers = batch.append_tokens(rows, tokens)
@@ -463,7 +596,10 @@ class Scheduler:
         num_output_tokens: int | None = None,
         error: str = "",
     ) -> None:
-        """End a sequence without a new token, and say so."""
+        """End a sequence without a new token, and say so. Beams end together."""
+        if sequence.request.beams is not None:
+            self._finish_beams(sequence.request, reason, now, error)
+            return
         if num_output_tokens is None:
             row = sequence.row
             known = len(sequence.token_ids) if row is None else self._batch.num_known(row)
@@ -474,7 +610,7 @@ class Scheduler:
     def _end(self, sequence: Sequence) -> None:
         """Its last delta is written: nothing of it stays."""
         request = sequence.request
-        self._drop(sequence)
+        self.drop(sequence)
         if request.is_finished:
             self._forget(request)
             return
@@ -482,7 +618,7 @@ class Scheduler:
             self._release_first(request)
         self._books.leases.settle(request)
 
-    def _drop(self, sequence: Sequence) -> None:
+    def drop(self, sequence: Sequence) -> None:
         """Take everything from a sequence, wherever it is in its life."""
         if sequence.row is not None:
             self._vacate(sequence)
@@ -498,7 +634,10 @@ class Scheduler:
         if self._batch.is_loading[sequence.row]:
             self._books.tier.drop(sequence)
         self._books.manager.release(sequence.row, self.fence)
-        self._removed_rows.append(self._batch.leave(sequence))
+        row = self._batch.leave(sequence)
+        # A row that is still to be announced is unknown to the runner, or removed already.
+        if self._unannounced.pop(row, None) is None:
+            self._removed_rows.append(row)
 
     def _forget(self, request: Request) -> None:
         self._requests.pop(request.key, None)

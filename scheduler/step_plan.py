@@ -79,8 +79,9 @@ class StepPlan:
         ends = starts + scheduled
         batch.num_computed[rows] = ends
         prefill_only = self._prefill_only(batch) if self.chunks else ()
-        batch.num_tokens[sample_rows] += 1
-        batch.num_pending[sample_rows] += 1
+        growing = sample_rows[~batch.is_beam[sample_rows]] if batch.num_beams else sample_rows
+        batch.num_tokens[growing] += 1
+        batch.num_pending[growing] += 1
         output = SchedulerOutput(
             step=self.step,
             rows=rows,

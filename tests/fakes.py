@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 
 from pagefleet.protos.messages import SamplingParams, TokenLogprobs
 from pagefleet.scheduler.output import (
+    BeamCandidates,
     CopyDone,
     CopyJob,
     CopyKind,
     ModelRunnerOutput,
     NewRow,
     SchedulerOutput,
+    num_beam_candidates,
 )
 
 _MASK = (1 << 64) - 1
@@ -54,6 +56,58 @@ def fake_token(
 ) -> int:
     """The token at `position` given the digest of all slots before it."""
     return _mix(digest, sampling.seed or 0, index, position) % vocab_size
+
+
+def fake_offers(digest: int, sampling: SamplingParams, vocab_size: int) -> BeamCandidates:
+    """The best next tokens of a beam; log-probabilities from -1/64 to -8, often equal."""
+    count = min(num_beam_candidates(sampling, num_eos=1), vocab_size)
+    offers = sorted((-(1 + _mix(digest, token) % 512) / 64, -token) for token in range(vocab_size))
+    best = offers[::-1][:count]
+    return BeamCandidates(
+        np.array([-token for _, token in best], dtype=np.int32),
+        np.array([logprob for logprob, _ in best], dtype=np.float32),
+    )
+
+
+def oracle_beams(
+    prompt: tuple[int, ...], sampling: SamplingParams, *, vocab_size: int, eos: tuple[int, ...]
+) -> list[list[int]]:
+    """What a beam search alone must answer, best first: whole sequences, no blocks, no forks."""
+    ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(eos))
+    width, running, finished = sampling.beam_width, [(0.0, list[int]())], []
+    limit = sampling.max_tokens or 0
+    for length in range(1, limit + 1):
+        offers = []
+        for beam, (score, output) in enumerate(running):
+            offer = fake_offers(_digest_of([*prompt, *output]), sampling, vocab_size)
+            for token, logprob in zip(offer.token_ids, offer.logprobs, strict=True):
+                offers.append((-(score + float(logprob)), beam, int(token)))
+        count = len(fake_offers(0, sampling, vocab_size).token_ids)
+        ranked = sorted(offers)[:count]
+        going_on = []
+        for rank, (negative, beam, token) in enumerate(ranked):
+            output = [*running[beam][1], token]
+            if token in ends or length == limit:
+                if rank < width:
+                    finished.append((negative / length**sampling.length_penalty, output))
+            elif len(going_on) < width:
+                going_on.append((-negative, output))
+        finished = sorted(finished, key=lambda entry: entry[0])[:width]
+        running = going_on
+        if not running or (
+            len(finished) == width
+            and -running[0][0] / length**sampling.length_penalty >= finished[-1][0]
+        ):
+            break
+    return [output for _, output in finished][: sampling.n]
+
+
+def _digest_of(tokens: list[int]) -> int:
+    kv, digest = 0, 0
+    for position, token in enumerate(tokens):
+        kv = fake_kv(kv, token, position)
+        digest = (digest + kv * (2 * position + 1) * _FACTOR) & _MASK
+    return digest
 
 
 def oracle_tokens(
@@ -121,16 +175,28 @@ class FakeModel:
             self.device[copy.target] = UNWRITTEN
             self.device[copy.target, : copy.num_slots] = self.device[copy.source, : copy.num_slots]
         self._forward(output)
-        tokens = [
-            self._sample(int(output.rows[entry]), int(row))
-            for entry, row in zip(output.sample_entries, output.sample_rows, strict=True)
-        ]
-        for row, token in zip(output.sample_rows.tolist(), tokens, strict=True):
-            self.rows[row].tokens.append(token)
+        tokens: list[int] = []
+        offers: dict[int, BeamCandidates] = {}
+        for place, (entry, row) in enumerate(
+            zip(output.sample_entries.tolist(), output.sample_rows.tolist(), strict=True)
+        ):
+            digest = self._digest(int(output.rows[entry]), row)
+            new, length = self.rows[row].new, len(self.rows[row].tokens)
+            if new.sampling.beam_width > 1:
+                offers[place] = fake_offers(digest, new.sampling, self.vocab_size)
+                tokens.append(0)
+                continue
+            tokens.append(
+                fake_token(digest, new.sampling, new.sample_index, length, self.vocab_size)
+            )
+        for place, row in enumerate(output.sample_rows.tolist()):
+            if place not in offers:
+                self.rows[row].tokens.append(tokens[place])
         return ModelRunnerOutput(
             step=output.step,
             token_ids=np.array(tokens, dtype=np.int32),
             prompt_logprobs=self._prompt_logprobs(output),
+            beam_candidates=offers,
             copies_done=() if self.hold_copies else self.finish_copies(),
         )
 
@@ -191,16 +257,14 @@ class FakeModel:
         block = row.table[position // self.block_size]
         return int(self.device[block, position % self.block_size])
 
-    def _sample(self, computed_row: int, row_id: int) -> int:
-        """The token for `row_id` from the logits at the end of `computed_row`."""
+    def _digest(self, computed_row: int, row_id: int) -> int:
+        """All that `row_id` attends to from the end of `computed_row`, as one number."""
         row = self.rows[row_id]
         length = len(self.rows[computed_row].tokens)
         assert length == len(row.tokens), f"rows {computed_row} and {row_id} differ in length"
         slots = self.device[row.table].reshape(-1)[:length]
         assert bool((slots != UNWRITTEN).all()), f"row {row_id} attends to an unwritten slot"
-        digest = int((slots * _weights(length)).sum(dtype=np.uint64))
-        new = row.new
-        return fake_token(digest, new.sampling, new.sample_index, length, self.vocab_size)
+        return int((slots * _weights(length)).sum(dtype=np.uint64))
 
     def _prompt_logprobs(
         self, output: SchedulerOutput

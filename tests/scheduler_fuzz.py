@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from scheduler_harness import Cluster, make_request
+from scheduler_harness import Cluster, Sample, make_request
 
 from pagefleet.protos.errors import InvalidArgument, Overloaded
 from pagefleet.protos.messages import AdmissionClass, EngineRequest, FinishReason
@@ -154,9 +154,12 @@ class Episode:
 
     def _submit(self) -> None:
         chance = self.chance
+        width = chance.choice((0, 0, 0, 0, 0, 2, 3))
         request = make_request(
             self._prompt(),
-            n=chance.choice((1, 1, 1, 2, 3, 5)),
+            beam_width=width,
+            length_penalty=chance.choice((0.0, 1.0, 2.0)),
+            n=chance.choice((1, width)) if width else chance.choice((1, 1, 1, 2, 3, 5)),
             max_tokens=chance.choice((0, 1, self.block_size, chance.randrange(40))),
             min_tokens=chance.choice((0, 0, 3)),
             seed=chance.randrange(3),
@@ -186,6 +189,8 @@ class Episode:
         sample = self.cluster.sample(request, index)
         if sample.finish_reason is None:
             keep = self.chance.randrange(len(sample.tokens) + 1)
+            if request.sampling.beam_width:  # all of them end
+                self.ended_by_force.update((request.request_key, s.index) for s in request.samples)
             self.cluster.scheduler.finish_sequence(
                 request.request_key, index, keep, self.cluster.now
             )
@@ -198,6 +203,9 @@ class Episode:
                 key = request.request_key, start.index
                 sample = self.cluster.sample(request, start.index)
                 oracle = self.cluster.oracle(request, start.index)
+                if request.sampling.beam_width and request.sampling.max_tokens:
+                    self._compare_beams(key, sample, oracle)
+                    continue
                 assert sample.tokens == oracle[: len(sample.tokens)], f"{key}: {sample}\n{oracle}"
                 if key in self.ended_by_force:
                     continue
@@ -206,6 +214,15 @@ class Episode:
                     is_whole = len(sample.tokens) == len(oracle)
                     was_cut = sample.last is not None and not sample.last.token_ids
                     assert is_whole or was_cut, f"{key}: {sample}\n{oracle}"
+
+    def _compare_beams(self, key: tuple[str, int], sample: Sample, oracle: list[int]) -> None:
+        """Hypotheses are told whole, at the end; who lost a beam to the pool has others."""
+        if key in self.ended_by_force:
+            return
+        assert sample.finish_reason is not None, f"{key} was never told its end"
+        whole = sample.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+        if whole and not self.cluster.scheduler.stats().kv_exhausted:
+            assert sample.tokens == oracle, f"{key}: {sample}\n{oracle}"
 
 
 def fuzz(seed: int, num_steps: int, steps_per_episode: int = 150) -> Totals:

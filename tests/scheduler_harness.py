@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
-from fakes import FakeModel, oracle_tokens
+from fakes import FakeModel, oracle_beams, oracle_tokens
 
 from pagefleet.protos.messages import (
     AdmissionClass,
@@ -224,6 +224,16 @@ class Cluster:
 
     def oracle(self, request: EngineRequest, index: int = 0) -> list[int]:
         """What the request must answer alone."""
+        if request.sampling.beam_width > 1 and request.sampling.max_tokens != 0:
+            beams = oracle_beams(
+                request.prompt_token_ids,
+                replace(
+                    request.sampling, max_tokens=self._max_outputs(request), n=request.sampling.n
+                ),
+                vocab_size=self.model.vocab_size,
+                eos=self.eos,
+            )
+            return beams[index] if index < len(beams) else []
         return oracle_tokens(
             request.prompt_token_ids,
             request.sampling,
@@ -232,6 +242,11 @@ class Cluster:
             eos=self.eos,
             max_context=self.scheduler.config.max_context,
         )
+
+    def _max_outputs(self, request: EngineRequest) -> int:
+        room = self.scheduler.config.max_context - len(request.prompt_token_ids)
+        asked = request.sampling.max_tokens
+        return room if asked is None else min(asked, room)
 
     def assert_oracle(self, *requests: EngineRequest) -> None:
         """Every sample that came to its end is what it would have been alone."""

@@ -4,6 +4,7 @@ Run by the interpreter that PEER_VLLM_PYTHON names; imports nothing of ours. For
 it measures everything once and writes one line of JSON: operation → microseconds of CPU time.
 """
 
+import gc
 import importlib.util
 import json
 import sys
@@ -158,6 +159,8 @@ class Peer:
         )
         for i in range(num_running):
             scheduler.add_request(self.request(list(range(i, i + 128 + i % 16)), 4000))
+        gc.collect()
+        gc.freeze()  # as its engine does once it has started
         times: list[float] = []
         while len(times) < 120:
             start = time.process_time_ns()
