@@ -44,8 +44,8 @@ class ControllerConfig:
     policy: one of `policies.POLICY_NAMES`. late_binding: its slack covers the way of a grant to a
     leader, which a simulation does not have. lease_ttl_s: a grant that no report lists in this time
     is void. gateway_timeout_s: a gateway silent for so long is gone. watchdog_s: a replica without
-    a report, or with work but without a step, for so long is dead. restart_grace_s: how long after
-    the start an unknown model may just not have registered yet.
+    a report, or with work but without a step, for so long, or for 20 of its longest steps, is
+    dead. restart_grace_s: how long after the start an unknown model may just not have registered.
     """
 
     policy: str = "default"
@@ -406,7 +406,7 @@ class Controller:
     def _find_dead(self, now: float) -> list[ReplicaInfo]:
         dead: list[ReplicaInfo] = []
         for _, view in self._views.values():
-            patience = max(self.config.watchdog_s, _WATCHDOG_STEPS * view.info.decode_step_s)
+            patience = max(self.config.watchdog_s, _WATCHDOG_STEPS * view.longest_step_s)
             silent = now - max(view.reported_at, view.registered_at) > patience
             stuck = view.num_working > 0 and now - view.moved_at > patience
             if silent or stuck:

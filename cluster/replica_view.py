@@ -130,6 +130,12 @@ class ReplicaView:
         return self.promised_blocks + self.granted_blocks
 
     @property
+    def longest_step_s(self) -> float:
+        """What a step may take at the speed it has now."""
+        reported = 0.0 if self.report is None else self.report.step_p99_s
+        return reported or self.info.decode_step_s
+
+    @property
     def num_working(self) -> int:
         """Requests that its leader has, by the last report."""
         return 0 if self.report is None else self.report.num_running + self.report.num_waiting

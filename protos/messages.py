@@ -238,6 +238,7 @@ class ReplicaReport:
     leases: every accepted, unfinished lease. finished_leases: since the last report.
     finished_output_tokens: lengths of the samples that ended by themselves since the last report.
     draining: it takes no more requests and ends once it is empty.
+    step_p99_s: of the last steps; what the watchdog's patience follows. 0 = not known.
     hit_tokens / query_tokens: prompt tokens found cached / looked up, over the incarnation.
     preemptions_swap: of the preemptions, those that swapped; the others recompute.
     """
@@ -266,6 +267,7 @@ class ReplicaReport:
     query_tokens: int = 0
     finished_output_tokens: tuple[int, ...] = ()
     draining: bool = False
+    step_p99_s: float = 0.0
     preemptions_swap: int = 0
 
 

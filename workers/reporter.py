@@ -221,6 +221,7 @@ class Reporter:
             waiting_prefill_tokens=stats.waiting_prefill_tokens,
             prefill_tokens_per_s=stats.prefill_tokens_per_s,
             decode_step_s=self._engine.step_times.decode_step_s,
+            step_p99_s=self._engine.step_times.p99_s,
             copy_bytes_per_s=stats.copy_bytes_per_s,
             preemptions=stats.preemptions,
             events=taken.events,

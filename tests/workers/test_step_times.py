@@ -24,3 +24,16 @@ def test_steps_that_teach_nothing(tokens: tuple[int, ...], elapsed_s: float) -> 
     times = StepTimes(0.010)
     times.add(step(*tokens), elapsed_s)
     assert times.decode_step_s == 0.010
+
+
+def test_the_longest_steps_are_those_that_the_watchdog_must_allow() -> None:
+    times = StepTimes(0.010)
+    assert times.p99_s == 0.010
+    for _ in range(150):
+        times.add(step(1), 0.010)
+    times.add(step(1, 500), 0.700)
+    times.add(step(1, 500), 0.800)
+    assert times.p99_s == 0.700
+    for _ in range(200):
+        times.add(step(1), 0.020)
+    assert times.p99_s == 0.020, "what is long past does not count"
