@@ -268,6 +268,7 @@ class CpuBackend:
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        assert weight.dtype == x.dtype, f"a weight of {weight.dtype} for {x.dtype}"
         x = x.contiguous()
         out = torch.empty_like(x)
         rows, hidden = x.shape
@@ -285,6 +286,7 @@ class CpuBackend:
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         assert residual.is_contiguous(), "the residual is updated in place"
+        assert weight.dtype == residual.dtype == x.dtype, f"{weight.dtype}, {residual.dtype}"
         x = x.contiguous()
         out = torch.empty_like(x)
         rows, hidden = x.shape
@@ -332,6 +334,7 @@ class CpuBackend:
     ) -> None:
         """Fill in what is the same for every layer of a step."""
         num_tokens, num_heads, head_dim = q.shape
+        assert q.dtype == kv_layer.dtype, f"queries of {q.dtype} over a cache of {kv_layer.dtype}"
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             assert tensor.stride()[1:] == (head_dim, 1), (
                 f"{name}'s heads are apart: {tensor.stride()}"
@@ -377,6 +380,7 @@ class CpuBackend:
     ) -> None:
         """Fill in what is the same for every layer of a step."""
         tables = metadata.block_tables
+        assert q.dtype == kv_layer.dtype, f"queries of {q.dtype} over a cache of {kv_layer.dtype}"
         assert tables.stride(1) == 1, f"the ids of a block table are apart: {tables.stride()}"
         arguments = self._attention
         _describe_cache(arguments, kv_layer)
