@@ -12,7 +12,6 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
-from setuptools.modified import newer_group
 
 SOURCES = Path("kernels/csrc")
 FLAGS = ["-O3", "-g0", "-std=c++17", "-fopenmp", "-fvisibility=hidden"]
@@ -40,9 +39,6 @@ class BuildKernels(build_ext):
         if ext is not kernels:
             super().build_extension(ext)
             return
-        target = self.get_ext_fullpath(ext.name)
-        if not self.force and not newer_group([*ext.sources, *ext.depends], target):
-            return
         objects = self._compile("isa", "portable", [], [("PF_ISA", "portable")])
         present: list[tuple[str, str | None]] = []
         for name, flags in instruction_sets().items():
@@ -53,6 +49,7 @@ class BuildKernels(build_ext):
                 continue
             present.append((f"PF_HAVE_{name}", "1"))
         objects += self._compile("library", "library", [], present)
+        target = self.get_ext_fullpath(ext.name)
         Path(target).parent.mkdir(parents=True, exist_ok=True)
         self.compiler.link_shared_object(
             objects, target, extra_postargs=["-fopenmp", "-static-libstdc++"], target_lang="c++"
@@ -72,7 +69,7 @@ class BuildKernels(build_ext):
 kernels = Extension(
     name="pagefleet.kernels._cpu",
     sources=[str(SOURCES / "isa.cpp"), str(SOURCES / "library.cpp")],
-    depends=["setup.py", *(str(path) for path in sorted(SOURCES.iterdir()))],
+    depends=[str(path) for path in sorted(SOURCES.iterdir())],
     language="c++",
     optional=os.environ.get("PAGEFLEET_REQUIRE_NATIVE") != "1",
 )
