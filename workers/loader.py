@@ -5,20 +5,21 @@ linears are made float as they are read, one at a time.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .models.config import ModelError, UnsupportedModel
+from .fingerprint import StoredTensor, fingerprint
+from .gguf_checkpoint import GgufCheckpoint, find_gguf
+from .models.config import CheckpointError, DecoderConfig, UnsupportedModel
 from .models.config_fields import ConfigFields
+from .models.families import parse_config, read_config
 from .models.tensor_names import StoredPlace
 from .quantized import dequantize, read_quantization
 
@@ -29,19 +30,11 @@ HUB_PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Rotary frequencies that old checkpoints carry although they follow from the configuration.
 _DERIVED_SUFFIX = "rotary_emb.inv_freq"
-# Fields of config.json that say how it was written, not what the model computes.
-_UNHASHED_FIELDS = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
-_SAMPLES_PER_TENSOR = 32
-_SAMPLE_BYTES = 256
 _LARGEST_HEADER = 100 * 2**20
 
 
 # Tensors read, and how many there are.
 Progress = Callable[[int, int], None]
-
-
-class CheckpointError(ModelError):
-    """A file or tensor is missing, damaged, or not what the configuration says."""
 
 
 class StoredWeights(Protocol):
@@ -75,6 +68,15 @@ class StoredWeights(Protocol):
         ...
 
 
+def open_model(folder: Path) -> tuple[DecoderConfig, StoredWeights]:
+    """What a folder describes and holds: safetensors with config.json, or one GGUF file."""
+    gguf_file = find_gguf(folder)
+    if gguf_file is None:
+        return read_config(folder), Checkpoint(folder)
+    checkpoint = GgufCheckpoint(gguf_file)
+    return parse_config(checkpoint.config, ConfigFields({}, str(gguf_file))), checkpoint
+
+
 def resolve_folder(model: str, revision: str | None = None) -> Path:
     """The folder of a checkpoint: itself, or a hub id's snapshot in Hugging Face's cache.
 
@@ -104,17 +106,6 @@ def _hub_snapshot(model: str, revision: str | None) -> Path:
     return Path(path)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where one tensor lies. begin, end: byte offsets in the file."""
-
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
 class Checkpoint:
     """The tensors of a Hugging Face folder by name."""
 
@@ -124,7 +115,8 @@ class Checkpoint:
         for path in _weight_files(folder):
             self._stored.update(_read_header(path))
         self._unused = {name for name in self._stored if not name.endswith(_DERIVED_SUFFIX)}
-        self._quantization = read_quantization(ConfigFields.read(folder / "config.json"))
+        self._config = ConfigFields.read(folder / "config.json")
+        self._quantization = read_quantization(self._config)
         self._open_path: Path | None = None
         self._open_file: safe_open | None = None
 
@@ -198,6 +190,7 @@ class Checkpoint:
 
     def check_all_used(self) -> None:
         """A tensor nobody asked for is a feature that would be served wrong."""
+        self._unused = {name for name in tuple(self._unused) if not self._is_zero_bias(name)}
         if self._unused:
             names = sorted(self._unused)
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -205,29 +198,17 @@ class Checkpoint:
                 f"{self.folder}: tensors without a use: {', '.join(names[:3])}{more}"
             )
 
-    def fingerprint(self) -> str:
-        """32 hex digits that identify the model by content, in milliseconds.
+    def _is_zero_bias(self, name: str) -> bool:
+        """Some quantisers write a bias of zeros for linears that have none."""
+        if not name.endswith(".bias") or not self._is_quantized(
+            f"{name.removesuffix('bias')}weight"
+        ):
+            return False
+        return not self._read(name, self._stored[name].shape).any()
 
-        BLAKE2b over config.json (without fields that only tell how it was written) and, in
-        order of name, every tensor's name, dtype, shape and up to 32 samples of 256 bytes spread
-        over it from its first to its last byte. Sharding and file names do not matter. An edit
-        that misses every sample is not seen: give edited weights another weights_version.
-        """
-        digest = hashlib.blake2b(digest_size=16)
-        config = ConfigFields.read(self.folder / "config.json").values
-        kept = {name: value for name, value in config.items() if name not in _UNHASHED_FIELDS}
-        digest.update(json.dumps(kept, sort_keys=True).encode())
-        files: dict[Path, BinaryIO] = {}
-        try:
-            for name, stored in sorted(self._stored.items()):
-                if stored.path not in files:
-                    files[stored.path] = stored.path.open("rb", buffering=0)
-                digest.update(f"\0{name}\0{stored.dtype}\0{stored.shape}\0".encode())
-                _hash_samples(digest, files[stored.path], stored)
-        finally:
-            for file in files.values():
-                file.close()
-        return digest.hexdigest()
+    def fingerprint(self) -> str:
+        """See `fingerprint.fingerprint`."""
+        return fingerprint(self._config.values, self._stored)
 
     def _open(self, path: Path) -> safe_open:
         if self._open_path != path or self._open_file is None:
@@ -301,9 +282,7 @@ def _weight_files(folder: Path) -> list[Path]:
         paths = [folder / SINGLE_FILE]
     for path in paths:
         if not path.exists():
-            others = sorted(p.name for p in folder.glob("*.bin")) + sorted(
-                p.name for p in folder.glob("*.gguf")
-            )
+            others = sorted(p.name for p in folder.glob("*.bin"))
             hint = f"; {others[0]} is not a format read here" if others else ""
             raise CheckpointError(f"{path} does not exist{hint}: weights must be safetensors")
     return paths
@@ -336,15 +315,3 @@ def _stored_tensor(path: Path, entry: dict[str, object], data_start: int) -> Sto
     begin, end = cast(list[int], entry["data_offsets"])
     shape = tuple(cast(list[int], entry["shape"]))
     return StoredTensor(path, str(entry["dtype"]), shape, data_start + begin, data_start + end)
-
-
-def _hash_samples(digest: "hashlib.blake2b", file: BinaryIO, stored: StoredTensor) -> None:
-    size = stored.end - stored.begin
-    if size <= _SAMPLES_PER_TENSOR * _SAMPLE_BYTES:
-        offsets, length = [0], size
-    else:
-        last, steps = size - _SAMPLE_BYTES, _SAMPLES_PER_TENSOR - 1
-        offsets, length = [last * step // steps for step in range(steps + 1)], _SAMPLE_BYTES
-    for offset in offsets:
-        file.seek(stored.begin + offset)
-        digest.update(file.read(length))

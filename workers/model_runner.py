@@ -33,11 +33,10 @@ from .block_storage import BlockLayout, BlockStorage
 from .config import WorkerConfig
 from .grammar import GrammarTokenizer
 from .input_batch import InputBatch
-from .loader import Checkpoint, CheckpointSource, Progress, StoredWeights, resolve_folder
+from .loader import CheckpointSource, Progress, StoredWeights, open_model, resolve_folder
 from .memory import PROMPT_LOGITS_BYTES, MemoryPartition, plan_memory
 from .models.config import DecoderConfig, ModelError, UnsupportedModel
 from .models.decoder import Decoder, VocabularyShard
-from .models.families import read_config
 from .models.tensor_names import stored_place
 from .models.weights import load_weights
 from .rendezvous import RankGroups, RankSpec, Transport, connect, single_rank
@@ -133,9 +132,8 @@ class ModelRunner:
             torch.set_num_threads(config.num_threads)
         device = _device(config.device)
         folder = resolve_folder(config.model, config.revision)
-        model = read_config(folder)
+        model, checkpoint = open_model(folder)
         max_context = _max_context(config, model)
-        checkpoint = Checkpoint(folder)
         dtype = _dtype(config.dtype, checkpoint.dtype, device)
         backend = select_backend(device, dtype, config.deterministic)
         plan = _shard_plan(model, spec, folder)

@@ -126,7 +126,7 @@ def test_answers_equal_transformers(folder_of: Callable[[str], Path], family: st
 def test_128_tokens_equal_transformers(
     folder_of: Callable[[str], Path], family: str, mode: PreemptionMode
 ) -> None:
-    check_answers(folder_of(family), 128, 22, mode)
+    check_answers(folder_of(family), 128, 13, mode)
 
 
 @pytest.mark.parametrize("length", [ORIGINAL_LENGTH, ORIGINAL_LENGTH + 1])

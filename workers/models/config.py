@@ -15,6 +15,10 @@ class UnsupportedModel(ModelError):
     """An architecture or a feature that the decoder does not have."""
 
 
+class CheckpointError(ModelError):
+    """A file or tensor is missing, damaged, or not what the configuration says."""
+
+
 class RopeKind(StrEnum):
     """How rotary frequencies are stretched beyond the length a model was trained on."""
 
