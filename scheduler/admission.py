@@ -28,8 +28,10 @@ class Admission:
         """Let waiting sequences in while there are rows, tokens and blocks."""
         while self._batch.num_free and plan.num_tokens < self._config.max_num_batched_tokens:
             sequence = self._queue.peek()
-            if sequence is None or sequence.num_pending or sequence.num_open_copies:
-                return  # its last token, or its KV, is on its way
+            if sequence is None or sequence.num_open_copies:
+                return  # nobody, or its KV is on its way
+            if self._evictor.is_in_flight(sequence.last_step):
+                return  # so is its last token, and the result would be taken for the new row's
             if self._manager.num_blocks_for(len(sequence.token_ids)) > self._config.num_blocks:
                 self._evictor.exhaust(sequence, now)
                 continue

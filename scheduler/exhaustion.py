@@ -29,6 +29,10 @@ class Evictor(Protocol):
         """The last step in flight; 0 = none."""
         ...
 
+    def is_in_flight(self, step: int) -> bool:
+        """Whether the result of a step is still to come."""
+        ...
+
     def preempt(self, sequence: Sequence) -> None:
         """Take its blocks and row; it waits in its old place."""
         ...

@@ -173,6 +173,7 @@ class Sequence:
         self.cached_tokens: int | None = None
         self.swapped: SwappedTable | None = None
         self.num_open_copies = 0  # it cannot go on before they have ended
+        self.last_step = 0  # the last one in flight when it lost its row
         self.num_preemptions = 0
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None

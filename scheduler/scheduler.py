@@ -437,6 +437,10 @@ class Scheduler:
         """The last step in flight; 0 = none."""
         return self._in_flight[-1].output.step if self._in_flight else 0
 
+    def is_in_flight(self, step: int) -> bool:
+        """Whether the result of a step is still to come."""
+        return bool(self._in_flight) and step >= self._in_flight[0].output.step
+
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence's blocks and row; it waits in its old place and, unless its KV could
         be swapped out, computes again."""
@@ -634,6 +638,7 @@ class Scheduler:
         if self._batch.is_loading[sequence.row]:
             self._books.tier.drop(sequence)
         self._books.manager.release(sequence.row, self.fence)
+        sequence.last_step = self.fence
         row = self._batch.leave(sequence)
         # A row that is still to be announced is unknown to the runner, or removed already.
         if self._unannounced.pop(row, None) is None:
