@@ -32,9 +32,11 @@ class LateBindingConfig:
     """Weights; one setting for every cluster.
 
     start_slack_s: a replica with less prefill work than this can start one more, so that its next
-    step is full when the grant arrives. duplicate_weight: of prefill that a cache elsewhere would
-    save. crowding_s: cost of a full pool. scarcity_weight: of the request's share of the pool
-    times its duration, once the pool is fuller than scarcity_from. age_weight: of the head start,
+    step is full when the grant arrives. size_cap_s: prefill beyond this counts no more, so that
+    long prompts are not passed over for ever shorter ones. duplicate_weight: of prefill that a
+    cache elsewhere would save. crowding_s: cost of a full pool. scarcity_weight: of the request's
+    share of the pool times its duration, once the pool is fuller than scarcity_from. age_weight:
+    of the head start,
     seconds waited to the power age_power. affinity_weight, affinity_full_weight: how often a hit
     counts when weighing a busy replica, and how much more often where all pools are full: a second
     copy of a prefix then drives out something else. hold_after_s, hold_after_waits: who has waited
@@ -42,11 +44,12 @@ class LateBindingConfig:
     """
 
     start_slack_s: float = 0.0
+    size_cap_s: float = 0.45
     duplicate_weight: float = 1.0
     crowding_s: float = 0.6
     scarcity_weight: float = 1.3
     scarcity_from: float = 0.75
-    age_weight: float = 0.035
+    age_weight: float = 0.06
     age_power: float = 1.5
     affinity_weight: float = 1.4
     affinity_full_weight: float = 1.5
@@ -204,7 +207,7 @@ class LateBinding:
         full = fullness(replicas)
         waited = now - queue.since[rows, None]
         head_start = np.maximum(waited, 0.0) ** config.age_power + np.minimum(waited, 0.0)
-        costs = (tokens - hits[:, slots]) * token_s[slots]
+        costs = np.minimum((tokens - hits[:, slots]) * token_s[slots], config.size_cap_s)
         costs += config.crowding_s * full[slots]
         costs -= config.age_weight * head_start
         if queue.has_host_hits:
