@@ -10,12 +10,16 @@ from datetime import datetime
 from typing import NoReturn
 
 import jinja2
+from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..protos.errors import InvalidArgument
+from . import reasoning
+from .tool_calls import Tool, format_of, with_instructions
 
 # The public proto's name; the HTTP front calls it "messages".
 FIELD = "chat.messages"
+_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "self")
 
 
 class ChatTemplate:
@@ -30,19 +34,34 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _now  # pyright: ignore[reportArgumentType]
         self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
+        self.knows_tools = "tools" in find_undeclared_variables(environment.parse(source))
+        self.tool_format = format_of(source, knows_tools=self.knows_tools)
+        self.splits_reasoning = reasoning.CLOSE in source
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt, up to where the assistant's answer begins.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Tool] = (),
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """The prompt, up to where the assistant's answer begins. variables: further ones.
 
         Raises InvalidArgument where the template refuses the messages or fails on them.
         """
         if not messages:
             raise InvalidArgument(FIELD, "there is no message")
+        if not self.knows_tools:
+            messages = with_instructions(messages, tools)
+        for name in variables or ():
+            if name in _OWN_VARIABLES or name in self._special_tokens:
+                raise InvalidArgument("chat_template_kwargs", f"{name} cannot be set")
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
+                tools=[tool.as_json for tool in tools] or None,
                 add_generation_prompt=True,
                 **self._special_tokens,
+                **(variables or {}),
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             problem = f"the model's chat template refuses them: {error}"

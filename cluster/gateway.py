@@ -34,6 +34,7 @@ from .quotas import Quotas
 from .request_books import RequestBooks, RequestNames
 from .reservations import Reservations, error_of
 from .tokenizer import Tokenizer
+from .tool_calls import forced_grammar
 from .validation import RequestLimits, check_call, check_for_model, check_token_ids
 
 logger = logging.getLogger(__name__)
@@ -226,7 +227,7 @@ class Gateway:
             raise DeadlineExceeded("the deadline passed while the prompt was tokenized") from None
         model, field = prompt.model, _PROMPT_FIELDS[type(call.prompt)]
         check_for_model(call, prompt.token_ids, model.card, field)
-        sampling = call.sampling
+        sampling = await _with_forced_call(call, model)
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbits(64))
         request_id = call.request_id or f"req-{secrets.token_hex(12)}"
@@ -348,3 +349,18 @@ class Gateway:
 
     def _generations(self) -> list[Generation]:
         return [generation for group in self._running.values() for generation in group]
+
+
+async def _with_forced_call(call: GenerateCall, model: ServedModel) -> SamplingParams:
+    """Sampling whose answer has to be a call in the model's own format, if the client says so."""
+    prompt, template = call.prompt, model.tokenizer.chat_template
+    if not isinstance(prompt, ChatPrompt) or prompt.forced is None or template is None:
+        return call.sampling
+    if call.sampling.grammar:
+        raise InvalidArgument("tool_choice", "cannot be forced together with response_format")
+    grammar = forced_grammar(template.tool_format, prompt.tools, prompt.forced)
+    try:
+        await check_grammar(grammar)
+    except InvalidArgument as error:
+        raise InvalidArgument("tools", error.problem) from error
+    return replace(call.sampling, grammar=grammar)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from ..protos.messages import AdmissionClass, FinishReason, SamplingParams, TokenLogprobs
 from .api_keys import TenantQuota
+from .tool_calls import ForcedCall, Tool
 
-ChatMessage = Mapping[str, str]
+ChatMessage = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +31,16 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Messages (role, content) for the model's chat template."""
+    """Messages (role, content, …) for the model's chat template.
+
+    tools: what the model may call. forced: its answer has to be a call.
+    template_kwargs: further variables of the template.
+    """
 
     messages: Sequence[ChatMessage]
+    tools: Sequence[Tool] = ()
+    forced: ForcedCall | None = None
+    template_kwargs: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt

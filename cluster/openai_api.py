@@ -29,10 +29,10 @@ from .metrics import GatewayMetrics
 from .model_catalog import ServedModel
 from .openai_format import (
     ChatFormat,
+    Choice,
     CompletionFormat,
     Format,
     Json,
-    ShownTokens,
     envelope,
     error_body,
     error_headers,
@@ -101,7 +101,7 @@ class OpenAIEndpoints:
         caller = self._identify(request)
         body = await _parse(request, ChatBody)
         call = _call(request, caller, body, body.prompt, "chatcmpl")
-        return await self._answer(request, body, [call], ChatFormat())
+        return await self._answer(request, body, [call], ChatFormat(body.offered))
 
     async def complete(self, request: Request) -> Response:
         """POST /v1/completions"""
@@ -222,8 +222,8 @@ async def _whole(answer: _Answer) -> Json:
     usages: list[GenerationUsage] = []
     for generation, outputs in zip(answer.generations, deltas, strict=True):
         for output in outputs:
-            choice = answer.format.whole_choice(generation, output)
-            choices.append({"index": len(choices)} | choice | finish(output.finish_reason))
+            choice = answer.format.choice(generation).whole(output)
+            choices.append({"index": len(choices)} | choice)
             usages += [output.usage] if output.usage is not None else []
     body = envelope(answer.format.whole_object, answer.request_id, answer.model)
     return body | {
@@ -242,7 +242,7 @@ async def _chunks(
 ) -> AsyncGenerator[object, None]:
     """The events of a stream. Only the first one raises: then no status has been sent."""
     usages: dict[int, GenerationUsage] = {}
-    shown: dict[int, ShownTokens] = {}
+    open_choices: dict[int, Choice] = {}
     is_first = True
     try:
         async for which, batch in _batches(answer.generations):
@@ -251,7 +251,7 @@ async def _chunks(
                 if delta.usage is not None:
                     usages[index] = delta.usage
                 generation = answer.generations[which]
-                for choice in _choices(answer.format, generation, delta, index, shown):
+                for choice in _choices(answer.format, generation, delta, index, open_choices):
                     yield _chunk(answer, [choice], wants_usage)
                     is_first = False
         if wants_usage:
@@ -272,16 +272,14 @@ def _choices(
     generation: Generation,
     delta: OutputDelta,
     index: int,
-    shown: dict[int, ShownTokens],
+    open_choices: dict[int, Choice],
 ) -> list[Json]:
     """What a delta adds to the stream of its choice."""
     choices: list[Json | None] = []
-    if index not in shown:
-        shown[index] = ShownTokens()
-        choices.append(form.first_chunk())
-    content = form.chunk_choice(generation, delta, shown[index])
-    if content is not None:
-        choices.append(content | finish(delta.finish_reason))
+    if index not in open_choices:
+        open_choices[index] = form.choice(generation)
+        choices.append(open_choices[index].first())
+    choices.append(open_choices[index].chunk(delta))
     no_reason = finish(None)
     return [{"index": index} | no_reason | choice for choice in choices if choice is not None]
 

@@ -10,9 +10,11 @@ from typing import Protocol
 
 from ..protos.errors import InvalidArgument, PagefleetError
 from ..protos.messages import FinishReason, TokenLogprobs
+from .chat_reader import ChatReader
 from .detokenizer import TokenPieces
 from .gateway import Generation
 from .generation import GenerationUsage, OutputDelta, best_tokens
+from .tool_calls import Tool, ToolCall
 
 Json = dict[str, object]
 
@@ -87,63 +89,114 @@ class ShownTokens:
         return ready
 
 
+class Choice(Protocol):
+    """One sample on its way into an answer."""
+
+    def whole(self, delta: OutputDelta) -> Json:
+        """A complete choice, without its index."""
+        ...
+
+    def first(self) -> Json | None:
+        """What its stream begins with, if anything."""
+        ...
+
+    def chunk(self, delta: OutputDelta) -> Json | None:
+        """What a delta adds to its stream; None if nothing can be shown."""
+        ...
+
+
 class Format(Protocol):
     """How one endpoint writes its choices."""
 
     whole_object: str
     chunk_object: str
 
-    def whole_choice(self, generation: Generation, delta: OutputDelta) -> Json:
-        """A complete choice, without its index and finish reason."""
-        ...
-
-    def first_chunk(self) -> Json | None:
-        """What a choice's stream begins with, if anything."""
-        ...
-
-    def chunk_choice(
-        self, generation: Generation, delta: OutputDelta, shown: ShownTokens
-    ) -> Json | None:
-        """What a delta adds to a choice; None if nothing can be shown."""
+    def choice(self, generation: Generation) -> Choice:
+        """A new one."""
         ...
 
 
 class ChatFormat:
-    """`/v1/chat/completions`."""
+    """`/v1/chat/completions`. tools: what the model may call."""
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def whole_choice(self, generation: Generation, delta: OutputDelta) -> Json:
-        message = {"role": "assistant", "content": delta.text, "refusal": None}
-        logprobs = self._logprobs(generation, ShownTokens().push(delta))
-        return {"message": message, "logprobs": logprobs}
+    def __init__(self, tools: Sequence[Tool] = ()) -> None:
+        self._tools = tools
 
-    def first_chunk(self) -> Json | None:
+    def choice(self, generation: Generation) -> Choice:
+        """See Format."""
+        return _ChatChoice(generation, ChatReader.of(generation, self._tools))
+
+
+class _ChatChoice:
+    def __init__(self, generation: Generation, reader: ChatReader) -> None:
+        self._generation = generation
+        self._reader = reader
+        self._shown = ShownTokens()
+        self._num_calls = 0
+
+    def whole(self, delta: OutputDelta) -> Json:
+        part = self._reader.read(delta.text, is_end=True)
+        message: Json = {"role": "assistant", "content": part.content, "refusal": None}
+        if part.calls:
+            message["content"] = part.content or None
+            message["tool_calls"] = self._calls(part.calls, with_index=False)
+        if part.reasoning:
+            message["reasoning_content"] = part.reasoning
+        logprobs = self._logprobs(self._shown.push(delta))
+        return {"message": message, "logprobs": logprobs} | self._finish(delta)
+
+    def first(self) -> Json | None:
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
-    def chunk_choice(
-        self, generation: Generation, delta: OutputDelta, shown: ShownTokens
-    ) -> Json | None:
-        ready = shown.push(delta)
-        if not (delta.text or ready or delta.finish_reason):
+    def chunk(self, delta: OutputDelta) -> Json | None:
+        ready = self._shown.push(delta)
+        part = self._reader.read(delta.text, is_end=delta.finish_reason is not None)
+        added: Json = {}
+        if part.reasoning:
+            added["reasoning_content"] = part.reasoning
+        if part.calls:
+            added["tool_calls"] = self._calls(part.calls, with_index=True)
+        if part.content or (ready and not added):
+            added["content"] = part.content
+        if not (added or delta.finish_reason):
             return None
-        content = {"content": delta.text} if delta.text or ready else {}
-        return {"delta": content, "logprobs": self._logprobs(generation, ready)}
+        return {"delta": added, "logprobs": self._logprobs(ready)} | self._finish(delta)
 
-    def _logprobs(
-        self, generation: Generation, ready: list[tuple[int, TokenLogprobs]]
-    ) -> Json | None:
-        num_best = generation.sampling.logprobs
+    def _calls(self, calls: Sequence[ToolCall], *, with_index: bool) -> list[Json]:
+        written: list[Json] = []
+        for call in calls:
+            function = {"name": call.name, "arguments": call.arguments}
+            entry: Json = {"id": call.id, "type": "function", "function": function}
+            written.append({"index": self._num_calls} | entry if with_index else entry)
+            self._num_calls += 1
+        return written
+
+    def _finish(self, delta: OutputDelta) -> Json:
+        if self._num_calls and delta.finish_reason is FinishReason.STOP:
+            return {"finish_reason": "tool_calls"}
+        return finish(delta.finish_reason)
+
+    def _logprobs(self, ready: list[tuple[int, TokenLogprobs]]) -> Json | None:
+        num_best = self._generation.sampling.logprobs
         if num_best is None:
             return None
-        pieces = generation.model.tokenizer.pieces
-        content: list[Json] = []
-        for _, entry in ready:
-            best = [_token(pieces, i, logprob) for i, logprob in best_tokens(entry, num_best)]
-            token = _token(pieces, entry.token_ids[0], entry.logprobs[0])
-            content.append(token | {"top_logprobs": best})
-        return {"content": content, "refusal": None}
+        pieces = self._generation.model.tokenizer.pieces
+        return {"content": token_logprobs(pieces, ready, num_best), "refusal": None}
+
+
+def token_logprobs(
+    pieces: TokenPieces, ready: Sequence[tuple[int, TokenLogprobs]], num_best: int
+) -> list[Json]:
+    """Each token with its log-probability and the best ones in its place."""
+    content: list[Json] = []
+    for _, entry in ready:
+        best = [_token(pieces, i, logprob) for i, logprob in best_tokens(entry, num_best)]
+        token = _token(pieces, entry.token_ids[0], entry.logprobs[0])
+        content.append(token | {"top_logprobs": best})
+    return content
 
 
 class CompletionFormat:
@@ -152,28 +205,35 @@ class CompletionFormat:
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def whole_choice(self, generation: Generation, delta: OutputDelta) -> Json:
-        logprobs = self._logprobs(generation, ShownTokens().push(delta))
-        return {"text": delta.text, "logprobs": logprobs}
+    def choice(self, generation: Generation) -> Choice:
+        """See Format."""
+        return _CompletionChoice(generation)
 
-    def first_chunk(self) -> Json | None:
+
+class _CompletionChoice:
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._shown = ShownTokens()
+
+    def whole(self, delta: OutputDelta) -> Json:
+        logprobs = self._logprobs(self._shown.push(delta))
+        return {"text": delta.text, "logprobs": logprobs} | finish(delta.finish_reason)
+
+    def first(self) -> Json | None:
         return None
 
-    def chunk_choice(
-        self, generation: Generation, delta: OutputDelta, shown: ShownTokens
-    ) -> Json | None:
-        ready = shown.push(delta)
+    def chunk(self, delta: OutputDelta) -> Json | None:
+        ready = self._shown.push(delta)
         if not (delta.text or ready or delta.finish_reason):
             return None
-        return {"text": delta.text, "logprobs": self._logprobs(generation, ready)}
+        logprobs = self._logprobs(ready)
+        return {"text": delta.text, "logprobs": logprobs} | finish(delta.finish_reason)
 
-    def _logprobs(
-        self, generation: Generation, ready: list[tuple[int, TokenLogprobs]]
-    ) -> Json | None:
-        num_best = generation.sampling.logprobs
+    def _logprobs(self, ready: list[tuple[int, TokenLogprobs]]) -> Json | None:
+        num_best = self._generation.sampling.logprobs
         if num_best is None:
             return None
-        pieces = generation.model.tokenizer.pieces
+        pieces = self._generation.model.tokenizer.pieces
         tokens = [_text(pieces, entry.token_ids[0]) for _, entry in ready]
         return {
             "tokens": tokens,

@@ -4,16 +4,21 @@ Field names are OpenAI's, further ones vLLM's where the meaning is equal. What i
 refused by name, never ignored; names nobody knows are ignored, as OpenAI's servers do.
 """
 
+import json
 from typing import Annotated, ClassVar, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from ..protos.errors import InvalidArgument
 from ..protos.messages import AdmissionClass, SamplingParams
+from . import grammar
 from .generation import ChatMessage, ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from .tool_calls import ForcedCall, Tool
 
 _UINT64 = 2**64
 _MAX_PROMPTS = 128
+_MAX_TOOLS = 128
+_ROLES = {"developer": "system"}  # OpenAI's newer name; templates know the old one
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chats have none
 
 
@@ -23,11 +28,68 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+class NamedSchema(BaseModel):
+    """A JSON schema as OpenAI wraps it; `strict` makes no difference: it always is."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: str = ""
+    schema_: dict[str, object] | bool | None = Field(default=None, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """`response_format`: text, any JSON object, or one that fits a schema."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @property
+    def grammar(self) -> str:
+        """Empty for text."""
+        if self.type == "text":
+            return ""
+        if self.type == "json_object":
+            return grammar.json_object()
+        if self.json_schema is None:
+            raise InvalidArgument("response_format.json_schema", "is missing")
+        schema = self.json_schema.schema_
+        return grammar.json_object() if schema is None else grammar.json_schema(schema)
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's field: one way to say what the answer must match."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    json_: dict[str, object] | str | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar_: str | None = Field(default=None, alias="grammar")
+
+    @property
+    def grammar(self) -> str:
+        """Exactly one of them."""
+        ways = [
+            None if self.json_ is None else grammar.json_schema(self.json_),
+            grammar.json_object() if self.json_object else None,
+            None if self.regex is None else grammar.regex(self.regex),
+            None if self.choice is None else grammar.choice(self.choice),
+            self.grammar_,
+        ]
+        (*given,) = [way for way in ways if way is not None]
+        if len(given) != 1:
+            raise InvalidArgument("structured_outputs", "needs one way to say it")
+        return given[0]
+
+
 class RequestBody(BaseModel):
     """What chats and completions have in common."""
 
     model_config = ConfigDict(strict=True, extra="allow")
-    unsupported: ClassVar[tuple[str, ...]] = ("best_of", "use_beam_search", "structured_outputs")
+    unsupported: ClassVar[tuple[str, ...]] = ("best_of", "use_beam_search")
 
     model: str = ""
     max_tokens: int | None = None
@@ -52,6 +114,8 @@ class RequestBody(BaseModel):
     priority: int = 0
     admission_class: str = AdmissionClass.STANDARD.value
     request_id: str = ""
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def refuse_unsupported(self) -> None:
         """InvalidArgument for the first field that is set and does nothing here."""
@@ -60,6 +124,15 @@ class RequestBody(BaseModel):
             is_neutral = value is None or value is False or value in ("", [])
             if not is_neutral and (name, value) != ("best_of", 1):
                 raise InvalidArgument(name, "is not supported")
+
+    @property
+    def grammar(self) -> str:
+        """What the answer has to match; empty = anything."""
+        formats = [each for each in (self.response_format, self.structured_outputs) if each]
+        found = [each.grammar for each in formats]
+        if sum(map(bool, found)) > 1:
+            raise InvalidArgument("structured_outputs", "excludes response_format")
+        return next(filter(None, found), "")
 
     @property
     def num_samples(self) -> int:
@@ -104,6 +177,7 @@ class RequestBody(BaseModel):
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             skip_special_tokens=self.skip_special_tokens,
+            grammar=self.grammar,
         )
 
     def _stop_strings(self) -> tuple[str, ...]:
@@ -125,6 +199,34 @@ class TextPart(BaseModel):
     text: str
 
 
+class CalledFunction(BaseModel):
+    """A call that the assistant has made. arguments: JSON text."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: str
+    arguments: str
+
+    @property
+    def as_json(self) -> dict[str, object]:
+        """As templates read it: arguments as values, where they are some."""
+        try:
+            arguments: object = json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            arguments = self.arguments
+        return {"name": self.name, "arguments": arguments}
+
+
+class MadeCall(BaseModel):
+    """An entry of an assistant message's `tool_calls`."""
+
+    model_config = ConfigDict(strict=True)
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(BaseModel):
     """One message of a conversation."""
 
@@ -132,12 +234,71 @@ class Message(BaseModel):
 
     role: str
     content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[MadeCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
     def as_template_message(self) -> ChatMessage:
-        """What a chat template reads."""
+        """What a chat template reads; what is not there is left out."""
+        message: dict[str, object] = {"role": _ROLES.get(self.role, self.role)}
         if self.content is None or isinstance(self.content, str):
-            return {"role": self.role, "content": self.content or ""}
-        return {"role": self.role, "content": "".join(part.text for part in self.content)}
+            message["content"] = self.content or ""
+        else:
+            message["content"] = "".join(part.text for part in self.content)
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            value = getattr(self, name)
+            if value is not None:
+                message[name] = value
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": call.type, "function": call.function.as_json}
+                for call in self.tool_calls
+            ]
+        return message
+
+
+class OfferedFunction(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, object] | None = None
+
+    @property
+    def tool(self) -> Tool:
+        """As the gateway knows it."""
+        if self.parameters is None:
+            return Tool(self.name, self.description or "")
+        return Tool(self.name, self.description or "", self.parameters)
+
+
+class OfferedTool(BaseModel):
+    """An entry of `tools`."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["function"]
+    function: OfferedFunction
+
+
+class ChosenName(BaseModel):
+    """The function of a `tool_choice`."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: str
+
+
+class ChosenTool(BaseModel):
+    """A `tool_choice` that names one function."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["function"]
+    function: ChosenName
 
 
 class ChatBody(RequestBody):
@@ -145,8 +306,8 @@ class ChatBody(RequestBody):
 
     unsupported = (
         *RequestBody.unsupported,
-        "tools",
         "functions",
+        "function_call",
         "audio",
         "prediction",
         "web_search_options",
@@ -156,20 +317,45 @@ class ChatBody(RequestBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None
-    response_format: dict[str, object] | None = None
+    tools: list[OfferedTool] | None = Field(default=None, max_length=_MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = True
+    chat_template_kwargs: dict[str, object] | None = None
 
     def refuse_unsupported(self) -> None:
-        """Also answers in any other form than text."""
+        """Also what contradicts itself."""
         super().refuse_unsupported()
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise InvalidArgument("response_format", "only type text is supported")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidArgument("top_logprobs", "needs logprobs to be true")
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise InvalidArgument("tool_choice", "needs tools")
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise InvalidArgument("tools", "two have the same name")
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        """What the model is told of; nothing where it may not call."""
+        if self.tool_choice == "none":
+            return ()
+        return tuple(tool.function.tool for tool in self.tools or ())
 
     @property
     def prompt(self) -> ChatPrompt:
         """The conversation."""
-        return ChatPrompt([message.as_template_message() for message in self.messages])
+        return ChatPrompt(
+            [message.as_template_message() for message in self.messages],
+            self.offered,
+            self._forced_call,
+            self.chat_template_kwargs or {},
+        )
+
+    @property
+    def _forced_call(self) -> ForcedCall | None:
+        several = self.parallel_tool_calls is not False
+        if isinstance(self.tool_choice, ChosenTool):
+            return ForcedCall(self.tool_choice.function.name, several=False)
+        return ForcedCall(several=several) if self.tool_choice == "required" else None
 
     @property
     def sampling_params(self) -> SamplingParams:
@@ -240,7 +426,7 @@ class CompletionBody(RequestBody):
 def problem_of(error: ValidationError) -> InvalidArgument:
     """The first thing that is wrong with a body, by the path of its field."""
     first = error.errors(include_url=False, include_input=False)[0]
-    tags = ("text", "texts", "tokens", "token_lists", "str", "list[TextPart]")
+    tags = ("text", "texts", "tokens", "token_lists", "str", "list[TextPart]", "ChosenTool")
     path = [str(step) for step in first["loc"] if step not in tags]
     return InvalidArgument(".".join(path) or "body", first["msg"])
 

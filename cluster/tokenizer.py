@@ -6,7 +6,7 @@ checkpoint. Long texts are tokenized in a thread, so that they do not hold up ot
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
@@ -86,7 +86,7 @@ class Tokenizer:
         cannot fit `max_tokens` however it is tokenized (so that nobody pays to find out).
         """
         if isinstance(prompt, ChatPrompt):
-            text, field, special = self._render(prompt.messages), CHAT_FIELD, False
+            text, field, special = self._render(prompt), CHAT_FIELD, False
         else:
             text, field, special = prompt.text, "text", prompt.add_special_tokens
         check_text(field, text)
@@ -96,10 +96,10 @@ class Tokenizer:
             return self.encode(text, add_special_tokens=special)
         return await asyncio.to_thread(self.encode, text, add_special_tokens=special)
 
-    def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def _render(self, prompt: ChatPrompt) -> str:
         if self.chat_template is None:
             raise InvalidArgument("chat", "the model has no chat template")
-        return self.chat_template.render(messages)
+        return self.chat_template.render(prompt.messages, prompt.tools, prompt.template_kwargs)
 
 
 def _read_json(path: Path) -> dict[str, object]:

@@ -278,7 +278,7 @@ BAD_BODIES = [
     (COMPLETIONS, b'{"prompt": "x", "logit_bias": {"a": 1}}', "logit_bias"),
     (COMPLETIONS, b'{"prompt": "x", "echo": true}', "echo"),
     (COMPLETIONS, b'{"prompt": "x", "admission_class": "gold"}', "admission_class"),
-    (CHAT, b'{"messages": [{"role": "u", "content": "x"}], "tools": [{}]}', "tools"),
+    (CHAT, b'{"messages": [{"role": "u", "content": "x"}], "tools": [{}]}', "tools.0.type"),
     (CHAT, b'{"messages": [{"role": "u", "content": "x"}], "top_logprobs": 2}', "top_logprobs"),
 ]
 

@@ -34,20 +34,20 @@ def test_older_configs_have_objects_for_special_tokens(tmp_path):
         bos_token={"content": "<s>", "lstrip": False},
         chat_template="{{ bos_token }}{{ messages[0].content }}",
     )
-    assert Tokenizer.load(folder)._render([{"role": "user", "content": "x"}]) == "<s>x"
+    assert Tokenizer.load(folder)._render(ChatPrompt([{"role": "user", "content": "x"}])) == "<s>x"
 
 
 def test_a_template_file_goes_before_the_config(tmp_path):
     folder = save(tmp_path, with_bos=False, chat_template="old")
     (folder / "chat_template.jinja").write_text("new")
-    assert Tokenizer.load(folder)._render([{"role": "u"}]) == "new"
+    assert Tokenizer.load(folder)._render(ChatPrompt([{"role": "u"}])) == "new"
 
 
 def test_the_default_of_several_templates(tmp_path):
     several = [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}]
     assert (
         Tokenizer.load(save(tmp_path, with_bos=False, chat_template=several))._render(
-            [{"role": "u"}]
+            ChatPrompt([{"role": "u"}])
         )
         == "d"
     )
