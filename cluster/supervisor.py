@@ -53,7 +53,11 @@ class ControllerNotices(Protocol):
     """What a supervisor asks of, and tells, the controller."""
 
     async def look(self) -> ControllerView | None:
-        """Its view; None while it cannot be reached."""
+        """Its view; None while it restarts. TimeoutError where it does not answer at all."""
+        ...
+
+    async def end_controller(self) -> None:
+        """End its process, which is frozen, so that another begins."""
         ...
 
     async def replica_wanted(self, replica_id: str) -> None:
@@ -93,7 +97,8 @@ class Supervisor:
         create: makes one incarnation of a replica, not started.
         poll_s: how often the controller is asked.
         missing_s: one that the controller does not know for so long cannot serve, and is replaced:
-            frozen while the controller restarted, it is not even declared dead.
+            frozen while the controller restarted, it is not even declared dead. A controller that
+            has not answered for so long is ended, so that Ray starts it anew.
         backoff_s: pause after a failed start; doubles up to `max_backoff_s`.
     """
 
@@ -252,9 +257,18 @@ class Supervisor:
             await self._notices.replica_gone(info)
 
     async def _watch(self) -> None:
+        answered_at = self._clock()
         while True:
             await asyncio.sleep(self._poll_s)
-            view = await self._notices.look()
+            view = None
+            try:
+                view = await self._notices.look()
+                answered_at = self._clock()
+            except TimeoutError:
+                if self._clock() - answered_at > self._missing_s:
+                    logger.error("the controller does not answer and is ended")
+                    await self._notices.end_controller()
+                    answered_at = self._clock()
             for incarnation in view.dead if view else ():
                 self._dead[incarnation] = None
                 while len(self._dead) > _MAX_REMEMBERED_DEAD:
@@ -308,7 +322,7 @@ class RayControllerNotices:
         try:
             state = await _answer(ClusterState, self._controller.cluster_state.remote())
             dead = await _answer(tuple, self._controller.dead_replicas.remote())
-        except (RayError, TimeoutError):
+        except RayError:
             return None
         replicas = state.replicas
         draining = [status for status in replicas if status.state is ReplicaState.DRAINING]
@@ -317,6 +331,11 @@ class RayControllerNotices:
             frozenset(status.incarnation for status in replicas),
             frozenset(status.incarnation for status in draining),
         )
+
+    async def end_controller(self) -> None:
+        """See ControllerNotices."""
+        # Unlike an actor's own exit, this reaches a stopped process too: after 5 s by its raylet.
+        ray.kill(self._controller, no_restart=False)
 
     async def replica_wanted(self, replica_id: str) -> None:
         """See ControllerNotices."""

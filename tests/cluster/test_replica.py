@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 from engine_fakes import make_request
@@ -124,6 +125,19 @@ async def test_a_controller_that_restarts_knows_the_replica_again(cluster: Clust
     assert status.device.cached_idle > 0
     assert status.indexed_device > 0
     await client.close()
+
+
+async def test_a_frozen_controller_is_replaced(cluster: Cluster) -> None:
+    """The supervisor ends it, and Ray starts another; the replica stays as it is."""
+    (info,) = cluster.infos()
+    (process,) = (
+        child
+        for child in psutil.Process().children(recursive=True)
+        if " ".join(child.cmdline()).startswith("ray::ControllerActor")
+    )
+    process.suspend()
+    assert not (await asyncio.to_thread(psutil.wait_procs, [process], WAIT_S))[1]
+    assert await cluster.wait_ready() == info
 
 
 async def test_a_killed_replica_comes_back_as_another_incarnation(cluster: Cluster) -> None:

@@ -71,6 +71,7 @@ class Fleet:
         self.view: ControllerView | None = None
         self.now = 100.0
         self.num_looks = 0
+        self.is_frozen = False
         self.prepare: Callable[[FakeReplica], None] = lambda replica: replica.starts.set()
         self._changed = asyncio.Event()
 
@@ -85,6 +86,8 @@ class Fleet:
 
     async def look(self) -> ControllerView | None:
         self.num_looks += 1
+        if self.is_frozen:
+            raise TimeoutError
         return self.view
 
     async def wait_looks(self, number: int) -> None:
@@ -93,6 +96,9 @@ class Fleet:
         async with asyncio.timeout(WAIT_S):
             while self.num_looks < target:
                 await asyncio.sleep(0)
+
+    async def end_controller(self) -> None:
+        self.events.append("end controller")
 
     async def replica_wanted(self, replica_id: str) -> None:
         self.events.append(f"wanted {replica_id}")
@@ -129,7 +135,7 @@ async def make_supervisor(fleet: Fleet) -> AsyncIterator[Callable[..., Superviso
     yield make
     for supervisor in supervisors:
         await supervisor.stop()
-    started = {event.split()[1] for event in fleet.events if event.startswith("start")}
+    started = {event.split()[1] for event in fleet.events if event.startswith("start ")}
     killed = {event.split()[1] for event in fleet.events if event.startswith("kill")}
     assert started == killed, "none is left running"
 
@@ -206,6 +212,24 @@ async def test_one_that_the_controller_does_not_know_is_replaced(
     assert len(fleet.created) == 2
     fleet.now += 2.0
     assert (await fleet.wait_created(3)).info.incarnation == "a.1"
+
+
+async def test_a_controller_that_answers_no_more_is_ended(
+    fleet: Fleet, make_supervisor: MakeSupervisor
+) -> None:
+    supervisor = make_supervisor("a", missing_s=10.0)
+    await supervisor.start()
+    await fleet.wait_looks(2)
+    fleet.now += 20.0  # it restarts, which is no reason to end it
+    await fleet.wait_looks(2)
+    fleet.is_frozen = True
+    fleet.now += 9.0
+    await fleet.wait_looks(2)
+    assert "end controller" not in fleet.events
+    fleet.now += 2.0
+    await fleet.wait_looks(2)
+    assert "end controller" in fleet.events
+    assert len(fleet.created) == 1, "the replicas are not touched"
 
 
 async def test_a_drained_replica_goes_for_good(
