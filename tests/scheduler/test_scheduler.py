@@ -179,7 +179,8 @@ def test_prompt_logprobs_survive_preemption_in_the_prompt():
 def test_row_whose_logits_are_not_finite_ends_alone():
     cluster = Cluster()
     bad, good = cluster.add(5, max_tokens=9), cluster.add(5, max_tokens=9)
-    output = cluster.scheduler.schedule(0.0)
+    output = cluster.launch()
+    cluster.fences.land(cluster.in_flight.pop())
     result = cluster.model.execute(output)
     row = output.new_rows[0].row
     result = ModelRunnerOutput(output.step, result.token_ids, failed_rows=(row,))
