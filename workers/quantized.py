@@ -74,6 +74,9 @@ def read_quantization(fields: ConfigFields) -> Quantization | None:
         raise UnsupportedModel(
             f"{section.source}: quant_method {method!r} is not supported; supported: awq, gptq"
         )
+    if section.values.get("dynamic"):
+        # Other bits or groups for some modules.
+        raise UnsupportedModel(f"{section.source}: dynamic is not supported")
     bits = section.integer("bits", 4)
     if bits not in ((4,) if method == "awq" else (4, 8)):
         raise UnsupportedModel(f"{section.source}: {bits} bits are not supported for {method}")

@@ -24,6 +24,7 @@ from pagefleet.scheduler.config import PreemptionMode
 from pagefleet.workers.config import WorkerConfig
 from pagefleet.workers.model_runner import ModelRunner
 from pagefleet.workers.models.config import ModelError, UnsupportedModel
+from pagefleet.workers.models.families import read_config
 
 NEAR_TIE = 1e-4
 # Longer than Phi-3's original length: transformers chooses its factors by each prompt's length,
@@ -121,12 +122,17 @@ def test_answers_equal_transformers(folder_of: Callable[[str], Path], family: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_128_tokens_equal_transformers(
-    folder_of: Callable[[str], Path], family: str, mode: PreemptionMode
+def test_128_tokens_equal_transformers(folder_of: Callable[[str], Path], family: str) -> None:
+    check_answers(folder_of(family), 128, 13, PreemptionMode.SWAP)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma2", "smollm3", "mixtral"])
+def test_128_tokens_equal_transformers_when_computed_again(
+    folder_of: Callable[[str], Path], family: str
 ) -> None:
-    check_answers(folder_of(family), 128, 13, mode)
+    check_answers(folder_of(family), 128, 13, PreemptionMode.RECOMPUTE)
 
 
 @pytest.mark.parametrize("length", [ORIGINAL_LENGTH, ORIGINAL_LENGTH + 1])
@@ -143,6 +149,47 @@ def test_longrope_follows_the_longest_context(
 def change_config(folder: Path, changes: dict[str, object]) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+# Fields that are not written where they have the family's own default.
+LEFT_OUT = {
+    "gemma2": ("hidden_activation", "tie_word_embeddings", "rms_norm_eps"),
+    "gemma3_text": ("hidden_activation", "tie_word_embeddings", "rms_norm_eps"),
+    "mixtral": ("rms_norm_eps", "tie_word_embeddings"),
+    "phi3": ("rms_norm_eps",),
+    "olmoe": ("rms_norm_eps",),
+}
+
+
+def as_before_transformers_5(config: dict[str, object]) -> dict[str, object]:
+    """The same model in the words of older files: flat rotary fields, defaults left out."""
+    old = {name: value for name, value in config.items() if name != "rope_parameters"}
+    rope = config["rope_parameters"]
+    if "full_attention" in rope:
+        full = rope["full_attention"]
+        old["rope_theta"] = full["rope_theta"]
+        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        old["rope_scaling"] = {"rope_type": "linear", "factor": full["factor"]}
+    else:
+        old["rope_theta"] = rope["rope_theta"]
+        old["partial_rotary_factor"] = rope.get("partial_rotary_factor", 1.0)
+    if rope.get("rope_type") == "longrope":
+        factors = {name: rope[name] for name in ("short_factor", "long_factor")}
+        old["rope_scaling"] = {"type": "su", **factors}
+    for name in LEFT_OUT.get(str(config["model_type"]), ()):
+        del old[name]
+    return old
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_older_files_mean_the_same(
+    folder_of: Callable[[str], Path], tmp_path: Path, family: str
+) -> None:
+    config = json.loads((folder_of(family) / "config.json").read_text())
+    for name, values in (("new", config), ("old", as_before_transformers_5(config))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(values))
+    assert read_config(tmp_path / "old") == read_config(tmp_path / "new")
 
 
 @pytest.mark.parametrize(
@@ -182,3 +229,25 @@ def test_progress_ends_when_all_is_read(folder_of: Callable[[str], Path]) -> Non
     ModelRunner.load(config, progress=lambda done, total: told.append((done, total)))
     assert told == sorted(told)
     assert told[-1][0] == told[-1][1] > 20
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_bfloat16_is_near_float32(folder_of: Callable[[str], Path], family: str) -> None:
+    prompts = [random_prompt(40, VOCAB_SIZE)]
+    wide = all_logits(load_runner(folder_of(family)), prompts, 40)[0]
+    narrow = all_logits(load_runner(folder_of(family), dtype="bfloat16"), prompts, 40)[0]
+    assert narrow.dtype == torch.float32
+    assert (wide - narrow).square().mean() < 0.01 * wide.square().mean()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "phi3", "qwen3-moe"])
+def test_deterministic_logits_depend_on_neither_batch_nor_chunk(
+    folder_of: Callable[[str], Path], family: str, kernels: str
+) -> None:
+    runner = load_runner(folder_of(family), deterministic=True)
+    prompts = [random_prompt(length, VOCAB_SIZE, length) for length in (90, 33)]
+    expected = [all_logits(runner, [prompt], 90)[0] for prompt in prompts]
+    for chunk in (7, 64):
+        together = all_logits(runner, prompts, chunk, seed=chunk)
+        for found, wanted in zip(together, expected, strict=True):
+            assert torch.equal(found, wanted), f"chunks of {chunk} change logits"

@@ -69,6 +69,7 @@ def test_a_bias_of_zeros_beside_packed_weights_is_no_bias(tmp_path: Path) -> Non
         ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported"),
         ({"quant_method": "compressed-tensors"}, "'compressed-tensors'"),
         ({"bits": 3}, "3 bits are not supported for awq"),
+        ({"dynamic": {"layers.0": {"bits": 8}}}, "dynamic is not supported"),
         ({"version": "gemv"}, "version 'gemv' of awq"),
         ({"group_size": 16}, r"qzeros has shape \[2, 8\].* asks for \[4, 8\]"),
     ],
