@@ -3,6 +3,9 @@
 Ray runs each concurrency group of an async actor on an event loop of its own, in its own thread:
 a lock keeps the pure controller's methods whole, and who waits for grants is woken across loops.
 Reports and reserves are in groups apart, so that waiting never blocks what would end it.
+
+Time stands still while this process does not run (stopped, or starved by a busy machine): nobody
+is dead for not having been heard by one who could not listen.
 """
 
 # pyright: reportUnknownMemberType=false, reportUntypedFunctionDecorator=false
@@ -38,6 +41,7 @@ logger = logging.getLogger(__name__)
 _LONG_POLL_S = 10.0
 _MAX_TICK_S = 0.5
 _MIN_TICK_S = 0.002
+_FROZEN_S = 1.5  # nothing asks for the time for so long: the process did not run
 CONCURRENCY_GROUPS = {"reports": 1000, "reserve": 1000, "waits": 10_000}
 
 
@@ -60,25 +64,27 @@ class ControllerService:
         self._on_dead = on_dead
         self._lock = threading.Lock()
         self._controller = Controller(config, rng or random.Random(), clock())
+        self._asked_at = clock()
+        self._frozen_s = 0.0
         self._pollers: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Event]] = {}
         self._dead: list[ReplicaInfo] = []
 
     @ray.method(concurrency_group="reports")
     async def register_replica(self, info: ReplicaInfo, card: ModelCard) -> ReportReply:
         with self._lock:
-            return self._controller.register_replica(info, card, self._clock())
+            return self._controller.register_replica(info, card, self._now())
 
     @ray.method(concurrency_group="reports")
     async def report(self, report: ReplicaReport) -> ReportReply:
         with self._lock:
-            reply = self._controller.report(report, self._clock())
+            reply = self._controller.report(report, self._now())
             self._wake_pollers()
         return reply
 
     @ray.method(concurrency_group="reserve")
     async def reserve(self, request: ReserveRequest) -> Lease | Ticket | Refused:
         with self._lock:
-            answer = self._controller.reserve(request, self._clock())
+            answer = self._controller.reserve(request, self._now())
             self._wake_pollers()
         return answer
 
@@ -87,7 +93,7 @@ class ControllerService:
         self, request_key: str, attempt: int, output_tokens: int | None = None
     ) -> None:
         with self._lock:
-            self._controller.release(request_key, attempt, self._clock(), output_tokens)
+            self._controller.release(request_key, attempt, self._now(), output_tokens)
             self._wake_pollers()
 
     @ray.method(concurrency_group="waits")
@@ -95,7 +101,7 @@ class ControllerService:
         """The answers to tickets; waits for one, at most 10 s."""
         woken = asyncio.Event()
         with self._lock:
-            answers = self._controller.poll_grants(gateway_id, self._clock())
+            answers = self._controller.poll_grants(gateway_id, self._now())
             if answers:
                 return answers
             self._pollers[gateway_id] = (asyncio.get_running_loop(), woken)
@@ -109,7 +115,7 @@ class ControllerService:
                 if poller is not None and poller[1] is woken:
                     del self._pollers[gateway_id]
         with self._lock:
-            return self._controller.poll_grants(gateway_id, self._clock())
+            return self._controller.poll_grants(gateway_id, self._now())
 
     async def model_cards(self) -> tuple[ModelCard, ...]:
         with self._lock:
@@ -117,29 +123,29 @@ class ControllerService:
 
     async def cluster_state(self) -> ClusterState:
         with self._lock:
-            return self._controller.cluster_state(self._clock())
+            return self._controller.cluster_state(self._now())
 
     async def explain(self, request: ReserveRequest) -> Explanation | Refused:
         with self._lock:
-            return self._controller.explain(request, self._clock())
+            return self._controller.explain(request, self._now())
 
     @ray.method(concurrency_group="reports")
     async def replica_failed(self, replica_id: str, incarnation: str) -> None:
         with self._lock:
-            self._controller.replica_failed(replica_id, incarnation, self._clock())
+            self._controller.replica_failed(replica_id, incarnation, self._now())
 
     @ray.method(concurrency_group="reports")
     async def declare_dead(self, replica_id: str) -> None:
         """A supervisor knows that the replica's processes are gone."""
         with self._lock:
-            self._controller.declare_dead(replica_id, self._clock())
+            self._controller.declare_dead(replica_id, self._now())
             self._wake_pollers()
 
     @ray.method(concurrency_group="reports")
     async def drain(self, replica_id: str, draining: bool = True, drain_s: float = DRAIN_S) -> bool:
         """No new leases; its leader ends once its streams have ended or moved."""
         with self._lock:
-            now = self._clock()
+            now = self._now()
             known = self._controller.drain(replica_id, now, draining=draining, drain_s=drain_s)
             self._wake_pollers()
         return known
@@ -157,7 +163,7 @@ class ControllerService:
     def tick(self) -> float:
         """What time brings about; returns the seconds until the next tick is due."""
         with self._lock:
-            now = self._clock()
+            now = self._now()
             dead = self._controller.tick(now)
             self._dead.extend(dead)
             self._wake_pollers()
@@ -174,6 +180,15 @@ class ControllerService:
         """Tick for ever."""
         while True:
             await asyncio.sleep(self.tick())
+
+    def _now(self) -> float:
+        """The clock, less the time in which this process did not run. Called under the lock."""
+        now = self._clock()
+        silence_s = now - self._asked_at
+        if silence_s > _FROZEN_S:
+            self._frozen_s += silence_s - _MAX_TICK_S
+        self._asked_at = now
+        return now - self._frozen_s
 
     def _wake_pollers(self) -> None:
         # Called under the lock. A poller's loop may be closing: then nobody waits there.

@@ -75,9 +75,29 @@ async def test_a_tick_tells_of_the_dead_and_when_to_come_back() -> None:
     service = ControllerService(CONFIG, clock=clock, on_dead=told.append)
     await join(service, make_info())
     assert 0.0 < service.tick() <= 0.5
-    clock.now = 6.0
-    service.tick()
+    while clock.now < 6.0:
+        clock.now += 0.5
+        service.tick()
     assert [info.replica_id for info in told[0]] == ["r0"]
+
+
+async def test_nobody_is_dead_because_the_controller_was_frozen() -> None:
+    clock = Clock()
+    told: list[tuple[ReplicaInfo, ...]] = []
+    service = ControllerService(CONFIG, clock=clock, on_dead=told.append)
+    replica = await join(service, make_info())
+    clock.now += 60.0
+    service.tick()  # before the reports that came meanwhile
+    assert not told
+    await service.report(replica.report())
+    while clock.now < 64.0:
+        clock.now += 0.5
+        service.tick()
+    assert not told
+    while clock.now < 67.0:
+        clock.now += 0.5
+        service.tick()
+    assert told
     assert [info.replica_id for info in await service.dead_replicas()] == ["r0"]
     assert await service.dead_replicas() == ()
     assert (await service.cluster_state()).replicas == ()
