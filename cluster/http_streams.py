@@ -5,7 +5,7 @@ once, while waiting as well as while sending. Knows ASGI, nothing of models.
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -66,15 +66,25 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events; `close` is awaited at the end, also when the client goes away."""
+    """Server-sent events; `close` is awaited at the end, also when the client goes away.
+
+    named: each event has a `type`, which is told as its name too.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[object], close: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[object],
+        close: Callable[[], Awaitable[None]],
+        *,
+        named: bool = False,
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._close = close
+        self._named = named
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -88,6 +98,12 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for event in self._events:
             data = event if isinstance(event, str) else to_json(event)
-            body = f"data: {data}\n\n".encode("ascii")
+            name = f"event: {_type_of(event)}\n" if self._named else ""
+            body = f"{name}data: {data}\n\n".encode("ascii")
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _type_of(event: object) -> object:
+    assert isinstance(event, dict), f"a named event is an object, not {event!r}"
+    return cast("dict[str, object]", event)["type"]

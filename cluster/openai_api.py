@@ -41,6 +41,8 @@ from .openai_format import (
     usage_body,
 )
 from .openai_schema import ChatBody, CompletionBody, RequestBody, problem_of
+from .responses_format import ResponseWriter
+from .responses_schema import ResponsesBody
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ def make_app(gateway: Gateway, access: Access | None = None) -> FastAPI:
     endpoints = OpenAIEndpoints(gateway, access or Access())
     app.add_api_route("/v1/chat/completions", endpoints.chat, methods=["POST"])
     app.add_api_route("/v1/completions", endpoints.complete, methods=["POST"])
+    app.add_api_route("/v1/responses", endpoints.respond, methods=["POST"])
     app.add_api_route("/v1/models", endpoints.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", endpoints.model, methods=["GET"])
     app.add_api_route("/v1/embeddings", endpoints.embeddings, methods=["POST"])
@@ -109,6 +112,30 @@ class OpenAIEndpoints:
         body = await _parse(request, CompletionBody)
         calls = [_call(request, caller, body, prompt, "cmpl") for prompt in body.prompts]
         return await self._answer(request, body, calls, CompletionFormat())
+
+    async def respond(self, request: Request) -> Response:
+        """POST /v1/responses"""
+        caller = self._identify(request)
+        body = await _parse(request, ResponsesBody)
+        call = _call(request, caller, body, body.prompt, "resp")
+        generation = await self._gateway.generate(call)
+        writer = ResponseWriter(body, generation, call.request_id)
+        is_handed_over = False
+        try:
+            if body.stream:
+                events = _events(writer, generation, self._gateway.metrics)
+                first = await or_disconnect(request.receive, anext(events))
+                is_handed_over = True
+                close = partial(_close_response, events, generation)
+                return EventStream(_with_first(first, events), close, named=True)
+            deltas = await or_disconnect(request.receive, _collect(generation))
+            for delta in deltas:
+                for _ in writer.push(delta):
+                    pass
+            return JsonResponse(writer.response)
+        finally:
+            if not is_handed_over:
+                await generation.aclose()
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models"""
@@ -188,7 +215,9 @@ async def _parse(request: Request, kind: type[BodyT]) -> BodyT:
 def _call(
     request: Request, caller: Caller, body: RequestBody, prompt: Prompt, prefix: str
 ) -> GenerateCall:
-    assert isinstance(body, ChatBody | CompletionBody), f"no endpoint takes {type(body)}"
+    assert isinstance(body, ChatBody | CompletionBody | ResponsesBody), (
+        f"no endpoint takes {type(body)}"
+    )
     headers = request.headers
     call = GenerateCall(
         prompt=prompt,
@@ -320,6 +349,32 @@ async def _batches(
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def _events(
+    writer: ResponseWriter, generation: Generation, metrics: GatewayMetrics
+) -> AsyncGenerator[object, None]:
+    """The events of a response. Errors before the first token are raised: they have a status."""
+    is_first = True
+    try:
+        async for batch in generation:
+            if is_first:
+                for event in writer.begin():
+                    yield event
+                is_first = False
+            for delta in merge_deltas(batch):
+                for event in writer.push(delta):
+                    yield event
+    except PagefleetError as error:
+        if is_first:
+            raise
+        metrics.count_error("http", error)
+        yield writer.fail(error)
+
+
+async def _close_response(events: AsyncGenerator[object, None], generation: Generation) -> None:
+    await events.aclose()
+    await generation.aclose()
 
 
 async def _close(chunks: AsyncGenerator[object, None], answer: _Answer) -> None:

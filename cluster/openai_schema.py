@@ -426,7 +426,16 @@ class CompletionBody(RequestBody):
 def problem_of(error: ValidationError) -> InvalidArgument:
     """The first thing that is wrong with a body, by the path of its field."""
     first = error.errors(include_url=False, include_input=False)[0]
-    tags = ("text", "texts", "tokens", "token_lists", "str", "list[TextPart]", "ChosenTool")
+    tags = (
+        "text",
+        "texts",
+        "tokens",
+        "token_lists",
+        "str",
+        "list[TextPart]",
+        "ChosenTool",
+        "items",
+    )
     path = [str(step) for step in first["loc"] if step not in tags]
     return InvalidArgument(".".join(path) or "body", first["msg"])
 
