@@ -35,7 +35,7 @@ def check_call(call: GenerateCall, limits: RequestLimits) -> None:
         check_text(field, value)
         if len(value) > limits.max_name_characters:
             raise InvalidArgument(field, f"longer than {limits.max_name_characters} characters")
-    _check_range("priority", call.priority, -(2**31), 2**31 - 1)
+    _check_count("priority", call.priority, -(2**31), 2**31 - 1)
     if call.admission_class is AdmissionClass.GUARANTEED and call.sampling.max_tokens is None:
         raise InvalidArgument("sampling.max_tokens", "admission class guaranteed needs it")
     if call.resume_token_ids and call.sampling.n != 1:
@@ -48,12 +48,12 @@ def check_for_model(
     """Token ids and lengths against the model; `prompt_field` names where the prompt came from."""
     if not prompt:
         raise InvalidArgument(prompt_field, "the prompt is empty")
+    _check_length(call, len(prompt), card, prompt_field)  # first: it looks at no token
     if prompt_field == "token_ids":
         check_token_ids("token_ids.ids", prompt, card)
     check_token_ids("resume_token_ids", call.resume_token_ids, card)
     check_token_ids("sampling.stop_token_ids", call.sampling.stop_token_ids, card)
     check_token_ids("sampling.logit_bias", [i for i, _ in call.sampling.logit_bias], card)
-    _check_length(call, len(prompt), card, prompt_field)
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], card: ModelCard) -> None:
@@ -107,30 +107,32 @@ def _check_sampling(sampling: SamplingParams, limits: RequestLimits) -> None:
 
 def _check_counts(sampling: SamplingParams, limits: RequestLimits) -> None:
     if sampling.max_tokens is not None:
-        _check_range("sampling.max_tokens", sampling.max_tokens, 0, 2**32 - 1)
-    _check_range("sampling.min_tokens", sampling.min_tokens, 0, 2**32 - 1)
+        _check_count("sampling.max_tokens", sampling.max_tokens, 0, 2**32 - 1)
+    _check_count("sampling.min_tokens", sampling.min_tokens, 0, 2**32 - 1)
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
         raise InvalidArgument("sampling.min_tokens", "more than max_tokens")
-    _check_range("sampling.n", sampling.n, 1, limits.max_num_samples)
+    _check_count("sampling.n", sampling.n, 1, limits.max_num_samples)
     if sampling.seed is not None:
-        _check_range("sampling.seed", sampling.seed, 0, MAX_SEED)
+        _check_count("sampling.seed", sampling.seed, 0, MAX_SEED)
     if sampling.logprobs is not None:
-        _check_range("sampling.logprobs", sampling.logprobs, 0, limits.max_logprobs)
+        _check_count("sampling.logprobs", sampling.logprobs, 0, limits.max_logprobs)
     if sampling.prompt_logprobs is not None:
-        _check_range("sampling.prompt_logprobs", sampling.prompt_logprobs, 0, limits.max_logprobs)
+        _check_count("sampling.prompt_logprobs", sampling.prompt_logprobs, 0, limits.max_logprobs)
 
 
 def _check_distribution(sampling: SamplingParams) -> None:
     _check_range("sampling.temperature", sampling.temperature, 0.0, 100.0)
-    _check_range("sampling.top_k", sampling.top_k, 0, 2**31 - 1)
+    _check_count("sampling.top_k", sampling.top_k, 0, 2**31 - 1)
     _check_range("sampling.top_p", sampling.top_p, 0.0, 1.0, above=True)
     _check_range("sampling.min_p", sampling.min_p, 0.0, 1.0)
-    _check_range("sampling.repetition_penalty", sampling.repetition_penalty, 0.0, 10.0, above=True)
+    _check_range("sampling.repetition_penalty", sampling.repetition_penalty, 1e-3, 10.0)
     _check_range("sampling.presence_penalty", sampling.presence_penalty, -2.0, 2.0)
     _check_range("sampling.frequency_penalty", sampling.frequency_penalty, -2.0, 2.0)
 
 
 def _check_stops(sampling: SamplingParams, limits: RequestLimits) -> None:
+    if isinstance(sampling.stop, str):  # each of its characters would count as one
+        raise InvalidArgument("sampling.stop", "must be a tuple of strings, is a string")
     if len(sampling.stop) > limits.max_stop_strings:
         raise InvalidArgument("sampling.stop", f"more than {limits.max_stop_strings} strings")
     if sum(map(len, sampling.stop)) > limits.max_stop_characters:
@@ -143,6 +145,15 @@ def _check_stops(sampling: SamplingParams, limits: RequestLimits) -> None:
         check_text("sampling.stop", stop)
     if len(sampling.stop_token_ids) > limits.max_stop_token_ids:
         raise InvalidArgument("sampling.stop_token_ids", f"more than {limits.max_stop_token_ids}")
+
+
+def _check_count(field: str, value: int, low: int, high: int) -> None:
+    """Python's callers may bring anything; JSON brings integers that no float can hold."""
+    if not isinstance(value, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(field, f"must be an integer, is {value!r}")
+    if not low <= value <= high:
+        shown = value if value.bit_length() <= 128 else f"a number of {value.bit_length()} bits"
+        raise InvalidArgument(field, f"must be at least {low} and at most {high}, is {shown}")
 
 
 def _check_range(field: str, value: float, low: float, high: float, *, above: bool = False) -> None:
