@@ -121,10 +121,12 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 
 
-def make_checkpoint(folder: Path, family: str) -> Path:
-    """What `save_pretrained` writes for a model with random weights."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.float32)
+def make_checkpoint(folder: Path, family: str, **changes: object) -> Path:
+    """What `save_pretrained` writes for a model with random weights; changes: of its config."""
+    config = CONFIGS[family]
+    if changes:
+        config = type(config)(**(config.to_dict() | changes))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -1,7 +1,9 @@
 """Checkpoints as AWQ, GPTQ and GGUF writers leave them, beside float twins with equal values."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -120,6 +122,7 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
+    _add_features(writer, config)
     writer.add_eos_token_id(2)
     writer.add_bos_token_id(1)
     if rope_factors is not None:
@@ -129,25 +132,51 @@ def write_gguf(
         config["num_hidden_layers"],
     )
     seen: dict[str, Tensor] = {}
+    stacks: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in tensors.items():
         stored_kind = kind if tensor.ndim == 2 else gguf.GGMLQuantizationType.F32
         values = tensor.numpy()
-        is_turned = architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight"))
+        is_turned = architecture in ("llama", "granite") and name.endswith(
+            ("q_proj.weight", "k_proj.weight")
+        )
         num_heads = heads if "q_proj" in name else kv_heads
         if is_turned:
             values = _pairs_from_halves(values, num_heads)
         data = quantize(values, stored_kind)
-        stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        writer.add_tensor(stored_name, data, raw_dtype=stored_kind)
+        expert = re.fullmatch(r"(.*\.experts)\.(\d+)(\.\w+\.weight)", name)
+        if expert is not None:
+            stacks.setdefault(expert[1] + expert[3], {})[int(expert[2])] = data
+        else:
+            stored_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            writer.add_tensor(stored_name, data, raw_dtype=stored_kind)
         back = dequantize(data, stored_kind)
         if is_turned:
             back = _halves_from_pairs(back, num_heads)
         seen[name] = torch.from_numpy(np.ascontiguousarray(back))
+    for name, parts in stacks.items():
+        stacked = np.stack([parts[index] for index in range(len(parts))])
+        stored_name = names.get_name(name, try_suffixes=(".weight",))
+        writer.add_tensor(stored_name, stacked, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return seen
+
+
+def _add_features(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Of families with experts, and of Granite's factors."""
+    num_experts = config.get("num_local_experts", config.get("num_experts"))
+    if num_experts:
+        writer.add_expert_count(num_experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if "moe_intermediate_size" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if "attention_multiplier" in config:
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
 
 
 def _pairs_from_halves(weight: np.ndarray, num_heads: int) -> np.ndarray:

@@ -7,6 +7,9 @@ it.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportMissingTypeStubs=false
 
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -17,10 +20,27 @@ from .fingerprint import StoredTensor, fingerprint
 from .models.config import CheckpointError, UnsupportedModel
 from .models.config_fields import ConfigFields
 
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What GGUF calls an architecture, in Hugging Face's words.
+
+    is_turned: rows of q and k stand as pairs that are rotated together. experts: the architecture
+    if the file has experts. fields: of config.json that the file does not tell.
+    """
+
+    architecture: str | None
+    experts: str | None = None
+    is_turned: bool = False
+    fields: Mapping[str, object] = field(default_factory=dict[str, object])
+
+
+_FAMILIES = {
+    "llama": _Family("LlamaForCausalLM", "MixtralForCausalLM", is_turned=True),
+    "granite": _Family("GraniteForCausalLM", is_turned=True),
+    "qwen2": _Family("Qwen2ForCausalLM"),
+    "qwen3": _Family("Qwen3ForCausalLM"),
+    "qwen3moe": _Family(None, "Qwen3MoeForCausalLM", fields={"norm_topk_prob": True}),
 }
 _FIELDS = {
     "vocab_size": "vocab_size",
@@ -33,6 +53,13 @@ _FIELDS = {
     "context_length": "max_position_embeddings",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
 }
 _TENSORS = {
     "model.embed_tokens": "token_embd",
@@ -51,6 +78,18 @@ _LAYER_TENSORS = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+}
+# All experts of a layer are one tensor.
+_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
+_EXPERT_TENSORS = {
+    "gate_proj": "ffn_gate_exps",
+    "w1": "ffn_gate_exps",
+    "up_proj": "ffn_up_exps",
+    "w3": "ffn_up_exps",
+    "down_proj": "ffn_down_exps",
+    "w2": "ffn_down_exps",
 }
 _LAYER_PREFIX = "model.layers."
 # By how much each rotary frequency is divided, where a model's context was stretched.
@@ -84,6 +123,7 @@ class GgufCheckpoint:
         self._unused = set(self._tensors)
         self._fields = {name: field.contents() for name, field in reader.fields.items()}
         self._architecture = str(self._fields.get("general.architecture"))
+        self._is_turned = False
         self.config = ConfigFields(self._config(), str(path))
         self._num_heads = {
             "attn_q": self.config.integer("num_attention_heads"),
@@ -103,25 +143,24 @@ class GgufCheckpoint:
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Memory-mapped where it is stored as float32, else float32 in memory of its own."""
-        stored_name = self._stored_name(name)
-        stored = self._tensors.get(stored_name)
-        if stored is None:
+        stored_name, expert = self._stored_name(name)
+        if stored_name not in self._tensors:
             raise CheckpointError(f"{self._path}: tensor {stored_name} ({name}) is missing")
         self._unused.discard(stored_name)
-        tensor = self._float(stored_name)
+        tensor = self._float(stored_name, expert)
         if tuple(tensor.shape) != shape:
             raise CheckpointError(
                 f"{self._path}: tensor {stored_name} has shape {list(tensor.shape)},"
                 f" the configuration asks for {list(shape)}"
             )
         kind = stored_name.split(".")[-2]
-        if self._architecture == "llama" and kind in self._num_heads:
+        if self._is_turned and kind in self._num_heads:
             return _halves_from_pairs(tensor, self._num_heads[kind])
         return tensor
 
     def ignore(self, name: str) -> None:
         """A tensor that may be there and is not needed."""
-        self._unused.discard(self._stored_name(name))
+        self._unused.discard(self._stored_name(name)[0])
 
     def check_all_used(self) -> None:
         """A tensor nobody asked for is a feature that would be served wrong."""
@@ -145,35 +184,44 @@ class GgufCheckpoint:
             },
         )
 
-    def _float(self, stored_name: str) -> Tensor:
+    def _float(self, stored_name: str, expert: int | None = None) -> Tensor:
+        """expert: None = the whole tensor."""
         from gguf.quants import dequantize
 
         stored = self._tensors[stored_name]
+        data = stored.data if expert is None else stored.data[expert]
         try:
-            return torch.from_numpy(dequantize(stored.data, stored.tensor_type))
+            return torch.from_numpy(dequantize(data, stored.tensor_type))
         except NotImplementedError as error:
             raise UnsupportedModel(
                 f"{self._path}: tensor {stored_name} of type {stored.tensor_type.name} is not"
                 " supported"
             ) from error
 
-    def _stored_name(self, name: str) -> str:
+    def _stored_name(self, name: str) -> tuple[str, int | None]:
+        """And which expert's part of it is asked for."""
         module, _, kind = name.rpartition(".")
         if not module.startswith(_LAYER_PREFIX):
-            return f"{_TENSORS.get(module, module)}.{kind}"
+            return f"{_TENSORS.get(module, module)}.{kind}", None
         layer, _, rest = module.removeprefix(_LAYER_PREFIX).partition(".")
-        return f"blk.{layer}.{_LAYER_TENSORS.get(rest, rest)}.{kind}"
+        expert = _EXPERT.fullmatch(rest)
+        if expert is not None:
+            return f"blk.{layer}.{_EXPERT_TENSORS[expert[2]]}.{kind}", int(expert[1])
+        return f"blk.{layer}.{_LAYER_TENSORS.get(rest, rest)}.{kind}", None
 
     def _config(self) -> dict[str, object]:
         """The fields of config.json that the file's own say."""
-        architecture = _ARCHITECTURES.get(self._architecture)
+        family = _FAMILIES.get(self._architecture, _Family(None))
         prefix = f"{self._architecture}."
-        if architecture is None or self._fields.get(f"{prefix}expert_count"):
-            experts = " with experts" if architecture else ""
+        has_experts = bool(self._fields.get(f"{prefix}expert_count"))
+        architecture = family.experts if has_experts else family.architecture
+        if architecture is None:
+            experts = " with experts" if has_experts else ""
             raise UnsupportedModel(
                 f"{self._path}: GGUF architecture {self._architecture!r}{experts} is not"
-                f" supported; supported: {', '.join(_ARCHITECTURES)}"
+                f" supported; supported: {', '.join(_FAMILIES)}"
             )
+        self._is_turned = family.is_turned
         config: dict[str, object] = {
             "architectures": [architecture],
             "tie_word_embeddings": "output.weight" not in self._tensors,
@@ -188,7 +236,7 @@ class GgufCheckpoint:
         if "token_embd.weight" in self._tensors:
             config.setdefault("vocab_size", int(self._tensors["token_embd.weight"].shape[1]))
         config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
-        return config | {"rope_scaling": self._rope_scaling(prefix)}
+        return config | {**family.fields, "rope_scaling": self._rope_scaling(prefix)}
 
     def _rope_scaling(self, prefix: str) -> dict[str, object] | None:
         if _ROPE_FACTORS in self._tensors:

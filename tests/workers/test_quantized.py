@@ -19,6 +19,13 @@ SHAPE = LlamaShape(intermediate_size=128, num_kv_heads=2)
 PROMPT = random_prompt(40, SHAPE.vocab_size)
 
 
+# Experts on every layer, in blocks that Q8_0 has.
+NO_SURPRISES: dict[str, dict[str, object]] = {
+    "mixtral": {"intermediate_size": 64},
+    "qwen3-moe": {"mlp_only_layers": [], "moe_intermediate_size": 64},
+}
+
+
 def logits(folder: Path) -> torch.Tensor:
     return all_logits(load_runner(folder), [PROMPT], 40)[0]
 
@@ -88,7 +95,7 @@ def test_other_ways_to_pack_are_refused_by_name(
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "granite"])
 def test_a_gguf_file_is_what_it_stands_for(tmp_path: Path, family: str, kind: str) -> None:
     folder = make_family(tmp_path / "plain", family)
     stored = write_gguf(folder, tmp_path / "gguf", family, getattr(gguf.GGMLQuantizationType, kind))
@@ -96,15 +103,26 @@ def test_a_gguf_file_is_what_it_stands_for(tmp_path: Path, family: str, kind: st
     assert torch.equal(logits(tmp_path / "gguf"), logits(folder))
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@pytest.mark.parametrize(("family", "name"), [("mixtral", "llama"), ("qwen3-moe", "qwen3moe")])
+def test_a_gguf_file_with_experts_is_what_it_stands_for(
+    tmp_path: Path, family: str, name: str, kind: str
+) -> None:
+    folder = make_family(tmp_path / "plain", family)
+    stored = write_gguf(folder, tmp_path / "gguf", name, getattr(gguf.GGMLQuantizationType, kind))
+    save_file(stored, folder / "model.safetensors")
+    assert torch.equal(logits(tmp_path / "gguf"), logits(folder))
+
+
 def make_family(folder: Path, family: str) -> Path:
-    """Without windows, which GGUF does not tell of."""
+    """Without what a GGUF file does not tell of."""
     if family == "llama":
         return make_llama(folder, SHAPE)
-    make_checkpoint(folder, family)
+    make_checkpoint(folder, family, **NO_SURPRISES.get(family, {}))
     config = json.loads((folder / "config.json").read_text())
-    changes = {"use_sliding_window": False, "attention_bias": False}
+    changes = {"sliding_window": None, "use_sliding_window": False, "attention_bias": False}
     (folder / "config.json").write_text(json.dumps(config | changes))
-    if family == "qwen3":
+    if family in ("qwen3", "granite"):
         tensors = load_file(folder / "model.safetensors")
         kept = {name: value for name, value in tensors.items() if not name.endswith("bias")}
         save_file(kept, folder / "model.safetensors")
@@ -126,9 +144,9 @@ def test_stretched_frequencies_come_from_the_gguf_file(tmp_path: Path) -> None:
 
 def test_what_a_gguf_file_has_beyond_is_refused(tmp_path: Path) -> None:
     folder = make_llama(tmp_path / "plain", SHAPE)
-    write_gguf(folder, tmp_path / "granite", "granite", gguf.GGMLQuantizationType.F32)
-    with pytest.raises(UnsupportedModel, match="GGUF architecture 'granite' is not supported"):
-        load_runner(tmp_path / "granite")
+    write_gguf(folder, tmp_path / "smollm3", "smollm3", gguf.GGMLQuantizationType.F32)
+    with pytest.raises(UnsupportedModel, match="GGUF architecture 'smollm3' is not supported"):
+        load_runner(tmp_path / "smollm3")
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj.bias"
     save_file(tensors | {name: torch.ones(64)}, folder / "model.safetensors")
