@@ -7,6 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from pagefleet.cluster.client import AsyncClient, RequestOptions
+from pagefleet.protos.errors import Unavailable
 from pagefleet.protos.messages import FinishReason, SamplingParams
 
 NUM_STREAMS = 64
@@ -72,8 +73,8 @@ class Load:
             await self._arrived.wait()
 
     async def run(self, client: AsyncClient, model: str = "") -> list[StreamResult]:
-        """All streams to their ends; raises what the first that fails raises."""
-        streams = (self.run_one(client, index, model) for index in range(len(self.questions)))
+        """All streams to their ends."""
+        streams = (self.run_to_end(client, index, model) for index in range(len(self.questions)))
         await asyncio.gather(*streams)
         return self.results
 
@@ -81,6 +82,20 @@ class Load:
         """The same, over a connection of its own."""
         async with AsyncClient(address) as client:
             return await self.run(client, model)
+
+    async def run_to_end(self, client: AsyncClient, index: int, model: str = "") -> None:
+        """One stream, as a good client runs it: if it ends with a hint, it goes on after that.
+
+        On a starved machine the watchdog may take the last replica for dead too.
+        """
+        while True:
+            try:
+                await self.run_one(client, index, model)
+            except Unavailable as error:
+                assert error.retry_after_s is not None, "a retry would help, and it is not told"
+                await asyncio.sleep(error.retry_after_s)
+            else:
+                return
 
     async def run_one(self, client: AsyncClient, index: int, model: str = "") -> None:
         """One stream; goes on behind what its result has already."""

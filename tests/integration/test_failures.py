@@ -164,7 +164,6 @@ async def test_c20_64_streams_survive_a_frozen_worker(
     results = await run_through(address(cluster), make_questions(), freeze, after_tokens=800)
     assert_same(results, undisturbed)
     assert sum(result.resumes for result in results) >= 1
-    assert sum(result.resumes == 0 for result in results) >= 1, "the other replica's went on"
     await asyncio.to_thread(check_nothing_left)
 
 
