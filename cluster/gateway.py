@@ -249,6 +249,8 @@ class Gateway:
     ) -> tuple[ServedModel, str]:
         """The text of token ids."""
         model = await self._models.resolve(model_name)
+        if len(token_ids) > model.card.max_context:  # decoding holds up everyone else
+            raise InvalidArgument("token_ids", f"more than {model.card.max_context}, the context")
         check_token_ids("token_ids", token_ids, model.card)
         decode = model.tokenizer.decode
         return model, decode(token_ids, skip_special_tokens=skip_special_tokens)

@@ -97,6 +97,8 @@ def serve(
     except SecurityError as error:
         raise CommandError(str(error)) from error
     names = served_model_name or []
+    if model and "" in model:  # an unset variable of a script, say
+        raise CommandError("--model is empty; without it the default model is served")
     config = ClusterConfig(
         models=name_models(model, names) if model else name_models([""], names or [NAME]),
         replicas=replicas,

@@ -86,6 +86,10 @@ class Tokenizer:
         cannot fit `max_tokens` however it is tokenized (so that nobody pays to find out).
         """
         if isinstance(prompt, ChatPrompt):
+            num_messages = len(prompt.messages)
+            if num_messages > max_tokens:
+                problem = f"{num_messages} messages exceed {max_tokens} tokens"
+                raise InvalidArgument(CHAT_FIELD, problem)
             text, field, special = self._render(prompt), CHAT_FIELD, False
         else:
             text, field, special = prompt.text, "text", prompt.add_special_tokens

@@ -143,6 +143,10 @@ async def test_tokenize_and_detokenize(front):
     assert back.text == "hé"
     full = pb.DetokenizeRequest(token_ids=[257], skip_special_tokens=False)
     assert (await front.stub.Detokenize(full)).text == EOS
+    too_many = pb.DetokenizeRequest(token_ids=[97] * 513)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await front.stub.Detokenize(too_many)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_models_and_cluster_state(front):

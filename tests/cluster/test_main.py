@@ -106,6 +106,7 @@ def test_simulate_takes_several_policies(tmp_path: Path):
         (["plan"], "--model DIR"),
         ([*PLAN_8B, "--lengths", "few"], "--lengths"),
         (["serve", "--model", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["serve", "--model", ""], "--model is empty"),
         (["serve", "--replicas", "0"], "--replicas"),
         (["simulate", "--policy", "best"], "best"),
         (["simulate", "--allocators", "--trace", "/nowhere"], "/nowhere"),

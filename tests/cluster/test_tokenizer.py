@@ -67,6 +67,8 @@ async def test_long_texts_give_the_same_tokens():
 async def test_a_text_that_can_never_fit_is_not_tokenized():
     with pytest.raises(InvalidArgument, match="exceed"):
         await make_tokenizer().tokenize(TextPrompt("x" * 10_000), 100)
+    with pytest.raises(InvalidArgument, match="exceed"):
+        await make_tokenizer().tokenize(ChatPrompt([{"role": "u", "content": ""}] * 101), 100)
 
 
 async def test_a_three_byte_character_at_byte_1000_and_nul():
