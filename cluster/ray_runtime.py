@@ -103,7 +103,7 @@ def _start(folder: Path, num_cpus: int | None) -> None:
                 logging_level=logging.ERROR,
                 _temp_dir=str(folder / str(attempt)),
             )
-        except (RuntimeError, TimeoutError) as error:
+        except Exception as error:  # Ray has no class of its own for a node that is too slow
             ray.shutdown()
             if attempt == _START_ATTEMPTS:
                 raise CommandError(f"Ray could not be started on this machine: {error}") from error

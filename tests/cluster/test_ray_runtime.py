@@ -1,0 +1,21 @@
+"""Starting Ray where it fails; the rest needs Ray itself and is tested with whole clusters."""
+
+import pytest
+import ray
+
+from pagefleet.cluster.config import CommandError
+from pagefleet.cluster.ray_runtime import ray_session
+
+
+def test_a_node_that_is_too_slow_twice_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[str] = []
+
+    def init(*, _temp_dir: str, **options: object) -> None:
+        folders.append(_temp_dir)
+        # what Ray raises when its fixed limit for a node's start has passed
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(CommandError, match="timed out during startup"), ray_session(None):
+        pass
+    assert len(folders) == len(set(folders)) == 2
