@@ -34,12 +34,17 @@ from .workload import TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class ReplayCost:
-    """Constants of the `replay` cost model."""
+    """Constants of the `replay` cost model.
+
+    reports_progress: False = a running prefill counts whole until it ends, which is what routers
+    see that only count what they sent.
+    """
 
     prefill_tokens_per_s: float = 40_000.0
     prefill_overhead_s: float = 0.005
     token_s: float = 0.020
     max_running: int = 64
+    reports_progress: bool = True
 
 
 @dataclass(slots=True)
@@ -220,10 +225,14 @@ class ReplayReplica:
     def _waiting_prefill_tokens(self, now: float) -> int:
         # The rest of the running prefill counts with its constant part, as tokens of time.
         waiting = sum(waiting.uncached_tokens for waiting in self._queue)
-        if self._prefilling is not None:
-            left_s = max(0.0, self._prefilling.prefill_end - now)
-            waiting += round(left_s * self.cost.prefill_tokens_per_s)
-        return waiting
+        prefilling = self._prefilling
+        if prefilling is None:
+            return waiting
+        if not self.cost.reports_progress:
+            hit = prefilling.num_hit_blocks * self.info.identity.block_size
+            return waiting + prefilling.request.num_prompt_tokens - hit
+        left_s = max(0.0, prefilling.prefill_end - now)
+        return waiting + round(left_s * self.cost.prefill_tokens_per_s)
 
     def _find_prefix(self, request: SimulatedRequest) -> list[Content]:
         limit = (request.num_prompt_tokens - 1) // self.info.identity.block_size

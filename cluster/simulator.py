@@ -12,7 +12,7 @@ import heapq
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -378,7 +378,9 @@ class Simulation:
             prefill_tokens_per_s=cluster.cost.prefill_tokens_per_s,
             decode_step_s=cluster.cost.token_s,
         )
-        seat.replica = self._make_replica(info, cluster.cost)
+        is_default = self.spec.policy == "default"
+        cost = replace(cluster.cost, reports_progress=is_default)
+        seat.replica = self._make_replica(info, cost)
         seat.frozen_until = 0.0
         card = ModelCard(_MODEL, "", self._identity, info.max_context, 1 << 17, ())
         self.controller.register_replica(info, card, self._now)
