@@ -63,7 +63,10 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """New tokens of one sample, or all of them; `finish_reason` and `usage` come with the last."""
+    """New tokens of one sample, or all of them; `finish_reason` and `usage` come with the last.
+
+    score: of a beam search's result.
+    """
 
     index: int
     text: str
@@ -71,6 +74,7 @@ class Output:
     logprobs: tuple[Logprobs, ...]
     finish_reason: FinishReason | None
     usage: GenerationUsage | None
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +159,8 @@ def _sampling(sampling: SamplingParams) -> pb.Sampling:
         prompt_logprobs=sampling.prompt_logprobs,
         skip_special_tokens=sampling.skip_special_tokens,
         response_format=pb.ResponseFormat(grammar=sampling.grammar) if sampling.grammar else None,
+        beam_width=sampling.beam_width,
+        length_penalty=sampling.length_penalty,
     )
 
 
@@ -228,6 +234,7 @@ def _output(output: pb.Output) -> Output:
         logprobs=tuple(_logprobs(entry) for entry in output.logprobs),
         finish_reason=FinishReason(output.finish_reason) if output.finish_reason else None,
         usage=_usage(output.usage) if output.HasField("usage") else None,
+        score=output.score if output.HasField("score") else None,
     )
 
 

@@ -96,6 +96,7 @@ class OutputDelta:
     text: what may be shown by now; it can lag behind the tokens.
     text_ends: for each token, the length of the sample's text once all of that token is in it.
     prompt_logprobs: once, with the first delta of sample 0, if asked for.
+    score: of a beam search's result, which comes whole.
     """
 
     index: int
@@ -106,6 +107,7 @@ class OutputDelta:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     finish_reason: FinishReason | None = None
     usage: GenerationUsage | None = None
+    score: float | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -132,6 +134,7 @@ def _join(first: OutputDelta, second: OutputDelta) -> OutputDelta:
         prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,
         finish_reason=second.finish_reason,
         usage=second.usage,
+        score=second.score,
     )
 
 

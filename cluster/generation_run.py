@@ -155,7 +155,7 @@ class GenerationRun:
             model=self._model.card.model,
             route_hashes=route_hashes(root_hash(identity), known, identity.block_size),
             num_tokens=len(self._prompt) + sum(num_outputs),
-            num_samples=len(unfinished),
+            num_samples=max(len(unfinished), self._sampling.beam_width),
             max_tokens=None if max_tokens is None else max_tokens - min(num_outputs),
             admission_class=self._call.admission_class,
             priority=self._call.priority,
@@ -230,6 +230,7 @@ class GenerationRun:
             prompt_logprobs=delta.prompt_logprobs,
             finish_reason=sample.finish_reason if ends_now else None,
             usage=self._usage(sample, lease.replica_id) if ends_now else None,
+            score=delta.score,
         )
 
     # -- failures ----------------------------------------------------------------------------

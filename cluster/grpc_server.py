@@ -90,7 +90,11 @@ class InferenceServicer:
 
         Written, not yielded: a call that is cancelled while gRPC sends must still end here.
         """
-        generation = await self._gateway.generate(rpc.generate_call(request))
+        call = rpc.generate_call(request)
+        if call.sampling.beam_width > 1:
+            problem = "beam search knows its results only at its end: call Generate"
+            raise InvalidArgument("sampling.beam_width", problem)
+        generation = await self._gateway.generate(call)
         is_first = True
         try:
             async for batch in generation:

@@ -71,7 +71,10 @@ class EngineOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One sample. `error` says what happened if `finish_reason` is ERROR."""
+    """One sample. `error` says what happened if `finish_reason` is ERROR.
+
+    score: of a beam search's result.
+    """
 
     index: int
     text: str
@@ -80,6 +83,7 @@ class CompletionOutput:
     usage: Usage | None
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: str = ""
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,7 @@ class _Collector:
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in streams]
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
         self._errors = [""] * len(streams)
+        self._scores: list[float | None] = [None] * len(streams)
         self._num_open = len(streams)
 
     @property
@@ -130,6 +135,7 @@ class _Collector:
         self._prompt_logprobs += delta.prompt_logprobs
         if delta.finish_reason is not None:
             self._errors[delta.index] = delta.error
+            self._scores[delta.index] = delta.score
             self._num_open -= 1
             return False
         return stream.stopped_by_text and not was_stopped
@@ -144,6 +150,7 @@ class _Collector:
                 usage=stream.usage,
                 logprobs=tuple(self._logprobs[stream.index]),
                 error=self._errors[stream.index],
+                score=self._scores[stream.index],
             )
             for stream in self._streams
         )

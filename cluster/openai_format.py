@@ -33,6 +33,7 @@ _PARAMS = {
     "token_ids.ids": "prompt",
     "chat": "messages",
     "chat.messages": "messages",
+    "sampling.beam_width": "n",
 }
 
 

@@ -89,7 +89,7 @@ class RequestBody(BaseModel):
     """What chats and completions have in common."""
 
     model_config = ConfigDict(strict=True, extra="allow")
-    unsupported: ClassVar[tuple[str, ...]] = ("best_of", "use_beam_search")
+    unsupported: ClassVar[tuple[str, ...]] = ("best_of",)
 
     model: str = ""
     max_tokens: int | None = None
@@ -104,6 +104,8 @@ class RequestBody(BaseModel):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
     repetition_penalty: float = 1.0
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -156,11 +158,15 @@ class RequestBody(BaseModel):
     def sampling(
         self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
     ) -> SamplingParams:
-        """As the gateway wants it; ranges are checked there."""
+        """As the gateway wants it; ranges are checked there. As in vLLM `n` is also the number of
+        beams; a single one is the greedy answer."""
+        if self.use_beam_search and self.stream:
+            raise InvalidArgument("stream", "beam search knows its results only at its end")
+        is_greedy = self.use_beam_search and self.num_samples == 1
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,
-            temperature=_or(self.temperature, 1.0),
+            temperature=0.0 if is_greedy else _or(self.temperature, 1.0),
             top_k=max(self.top_k, 0) if self.top_k == -1 else self.top_k,  # -1 is vLLM's "off"
             top_p=_or(self.top_p, 1.0),
             min_p=self.min_p,
@@ -178,6 +184,8 @@ class RequestBody(BaseModel):
             prompt_logprobs=prompt_logprobs,
             skip_special_tokens=self.skip_special_tokens,
             grammar=self.grammar,
+            beam_width=self.num_samples if self.use_beam_search else 0,
+            length_penalty=self.length_penalty,
         )
 
     def _stop_strings(self) -> tuple[str, ...]:

@@ -78,6 +78,8 @@ def sampling_from_proto(message: pb.Sampling) -> SamplingParams:
         prompt_logprobs=message.prompt_logprobs if has("prompt_logprobs") else None,
         skip_special_tokens=message.skip_special_tokens if has("skip_special_tokens") else True,
         grammar=_grammar(message.response_format),
+        beam_width=message.beam_width,
+        length_penalty=message.length_penalty if has("length_penalty") else default.length_penalty,
     )
 
 
@@ -164,6 +166,7 @@ def _output_to_proto(delta: OutputDelta, sampling: SamplingParams) -> pb.Output:
         logprobs=[_logprobs_to_proto(entry, sampling.logprobs) for entry in delta.logprobs],
         finish_reason=delta.finish_reason.value if delta.finish_reason is not None else "",
         usage=_usage_to_proto(delta.usage) if delta.usage is not None else None,
+        score=delta.score,
     )
 
 

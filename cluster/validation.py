@@ -20,6 +20,7 @@ class RequestLimits:
     """Upper bounds of a single request, whatever the model."""
 
     max_num_samples: int = 128
+    max_beam_width: int = 16
     max_logprobs: int = 20
     max_stop_strings: int = 64
     max_stop_characters: int = 4096
@@ -40,6 +41,8 @@ def check_call(call: GenerateCall, limits: RequestLimits) -> None:
         raise InvalidArgument("sampling.max_tokens", "admission class guaranteed needs it")
     if call.resume_token_ids and call.sampling.n != 1:
         raise InvalidArgument("resume_token_ids", "needs n = 1")
+    if call.resume_token_ids and call.sampling.beam_width > 1:
+        raise InvalidArgument("resume_token_ids", "a beam search cannot be resumed")
 
 
 def check_for_model(
@@ -99,6 +102,7 @@ def _check_sampling(sampling: SamplingParams, limits: RequestLimits) -> None:
     _check_counts(sampling, limits)
     _check_distribution(sampling)
     _check_stops(sampling, limits)
+    _check_beams(sampling, limits)
     if len(sampling.logit_bias) > limits.max_logit_bias:
         raise InvalidArgument("sampling.logit_bias", f"more than {limits.max_logit_bias} entries")
     for _, bias in sampling.logit_bias:
@@ -145,6 +149,27 @@ def _check_stops(sampling: SamplingParams, limits: RequestLimits) -> None:
         check_text("sampling.stop", stop)
     if len(sampling.stop_token_ids) > limits.max_stop_token_ids:
         raise InvalidArgument("sampling.stop_token_ids", f"more than {limits.max_stop_token_ids}")
+
+
+def _check_beams(sampling: SamplingParams, limits: RequestLimits) -> None:
+    """Beam search looks at every token and knows its results only at its end."""
+    _check_count("sampling.beam_width", sampling.beam_width, 0, limits.max_beam_width)
+    _check_range("sampling.length_penalty", sampling.length_penalty, -10.0, 10.0)
+    if sampling.beam_width <= 1:
+        return
+    if sampling.n > sampling.beam_width:
+        raise InvalidArgument("sampling.n", f"more than the {sampling.beam_width} beams")
+    excluded = {
+        "temperature": sampling.temperature not in (0.0, 1.0),
+        "top_k": sampling.top_k != 0,
+        "top_p": sampling.top_p != 1.0,
+        "min_p": sampling.min_p != 0.0,
+        "stop": bool(sampling.stop),
+        "logprobs": sampling.logprobs is not None,
+        "response_format": bool(sampling.grammar),
+    }
+    for field in (field for field, is_set in excluded.items() if is_set):
+        raise InvalidArgument(f"sampling.{field}", "cannot be used with beam search")
 
 
 def _check_count(field: str, value: int, low: int, high: int) -> None:

@@ -283,6 +283,18 @@ def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
     return Logprobs(_finite(chosen_logits - total).flatten(), ranks, top_ids, _finite(top - total))
 
 
+def best_tokens(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` best ids and their scores, best first, ties to the lowest id; all finite.
+
+    scores: float32 [vocab] → int64 [count], float32 [count]; fewer where the vocabulary is smaller.
+    """
+    scores = _finite(scores)
+    border = scores.topk(min(count, len(scores))).values[-1]
+    token_ids = (scores >= border).nonzero().flatten()  # ascending: the sort keeps equals so
+    best = scores[token_ids].sort(descending=True, stable=True)
+    return token_ids[best.indices[:count]], best.values[:count]
+
+
 def _finite(values: Tensor) -> Tensor:
     return values.nan_to_num(nan=LOWEST_LOGPROB, neginf=LOWEST_LOGPROB).clamp_(min=LOWEST_LOGPROB)
 

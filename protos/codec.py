@@ -61,6 +61,8 @@ def encode_sampling(sampling: SamplingParams) -> engine_pb2.Sampling:
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
         grammar=sampling.grammar,
+        beam_width=sampling.beam_width,
+        length_penalty=sampling.length_penalty,
     )
 
 
@@ -84,6 +86,8 @@ def decode_sampling(message: engine_pb2.Sampling) -> SamplingParams:
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         grammar=message.grammar,
+        beam_width=message.beam_width,
+        length_penalty=message.length_penalty,
     )
 
 
@@ -142,6 +146,7 @@ def encode_delta(delta: SequenceDelta) -> engine_pb2.Delta:
         usage=_encode_usage(delta.usage) if delta.usage is not None else None,
         error=delta.error,
         error_class=delta.error_class,
+        score=delta.score,
     )
 
 
@@ -161,6 +166,7 @@ def decode_delta(message: engine_pb2.Delta) -> SequenceDelta:
         usage=_decode_usage(message.usage) if message.HasField("usage") else None,
         error=message.error,
         error_class=message.error_class,
+        score=message.score if message.HasField("score") else None,
     )
 
 

@@ -102,7 +102,8 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """The text of token ids. Ids that no text belongs to give none; ids out of range are refused.
+        """The text of token ids. Ids that no text belongs to give none; ids out of range, and more
+        of them than the model's context, are refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

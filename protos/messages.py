@@ -129,6 +129,7 @@ class SequenceDelta:
     error_class: names the class of `protos.errors` that the client shall see: Overloaded = the
         lease was refused, reserve again; Unavailable = the replica is lost, resume elsewhere;
         empty with an error = InternalError.
+    score: of a beam search's result: sum of log-probabilities / length ** length_penalty.
     """
 
     request_key: str
@@ -141,6 +142,7 @@ class SequenceDelta:
     usage: Usage | None = None
     error: str = ""
     error_class: str = ""
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,8 +131,8 @@ class SchedulerOutput:
 class BeamCandidates:
     """The best next tokens of one beam, best first, ties to the lowest id.
 
-    token_ids: int32 [k], log-probabilities logprobs: float32 [k], of the processed logits over
-    the whole vocabulary; k = `num_beam_candidates(sampling, number of EOS ids)`.
+    token_ids: int32 [k], log-probabilities logprobs: float32 [k], over the whole vocabulary and
+    then changed by penalties and bias; k = `num_beam_candidates(sampling, number of EOS ids)`.
     """
 
     token_ids: Int32Array

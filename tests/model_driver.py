@@ -50,6 +50,7 @@ class Answer:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     error: str = ""
+    score: float | None = None
 
 
 def make_request(
@@ -121,6 +122,7 @@ def collect(scheduler: Scheduler, answers: dict[tuple[str, int], Answer]) -> Non
         answer.finish_reason = delta.finish_reason or answer.finish_reason
         answer.usage = delta.usage or answer.usage
         answer.error = delta.error or answer.error
+        answer.score = delta.score
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..kernels.metadata import AttentionMetadata
 from ..protos.messages import SamplingParams
-from ..scheduler.output import Int32Array, NewRow, SchedulerOutput
+from ..scheduler.output import Int32Array, NewRow, SchedulerOutput, num_beam_candidates
 from .grammar import GrammarState
 
 Int64Array = NDArray[np.int64]
@@ -34,6 +34,7 @@ class SamplingRows:
 
     penalised, biased, floored (min_tokens), reporting (logprobs): whether a row needs that work.
     forbidden_ids: what min_tokens keeps back; empty where the row has no min_tokens.
+    num_candidates: how many of its best tokens a beam offers.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -55,6 +56,7 @@ class SamplingRows:
         self.num_logprobs: dict[int, int] = {}
         self.num_prompt_logprobs: dict[int, int] = {}
         self.grammars: dict[int, GrammarState] = {}
+        self.num_candidates: dict[int, int] = {}
 
     def set(self, new: NewRow, eos_token_ids: tuple[int, ...]) -> None:
         """Take over a new row's parameters."""
@@ -71,7 +73,7 @@ class SamplingRows:
         self.seed[row] = params.seed or 0
         self.sample_index[row] = new.sample_index
         self.min_tokens[row] = params.min_tokens
-        self.is_random[row] = params.temperature > 0.0
+        self.is_random[row] = params.temperature > 0.0 and params.beam_width <= 1
         self.is_penalised[row] = (
             params.repetition_penalty != 1.0
             or params.presence_penalty != 0.0
@@ -93,12 +95,15 @@ class SamplingRows:
             self.num_prompt_logprobs[row] = params.prompt_logprobs
         if params.grammar:
             self.grammars[row] = GrammarState(params.grammar)
+        if params.beam_width > 1:
+            self.num_candidates[row] = num_beam_candidates(params, len(eos_token_ids))
         self.is_special[row] = (
             self.is_penalised[row]
             or row in self.logit_bias
             or row in self.forbidden_ids
             or row in self.num_logprobs
             or row in self.grammars
+            or row in self.num_candidates
         )
 
     def _clear_rare(self, row: int) -> None:
@@ -108,6 +113,7 @@ class SamplingRows:
             self.num_logprobs,
             self.num_prompt_logprobs,
             self.grammars,
+            self.num_candidates,
         ):
             by_row.pop(row, None)
 

@@ -40,7 +40,7 @@ from .models.decoder import Decoder, VocabularyShard
 from .models.tensor_names import stored_place
 from .models.weights import load_weights
 from .rendezvous import RankGroups, RankSpec, Transport, connect, single_rank
-from .sampler import Sampler, token_logprobs
+from .sampler import Sampler, Samples, token_logprobs
 from .shard_plan import ShardError, ShardPlan
 from .sharded_source import ShardedSource, local_config, plan_shards
 from .wanted_rows import PromptReport, WantedRows, prompt_reports
@@ -241,34 +241,32 @@ class ModelRunner:
         if not wanted.is_everything(len(step.token_ids)):
             rows = torch.from_numpy(wanted.rows).to(self._device)
         hidden = self.decoder.forward(step.token_ids, self.storage.layers, step.metadata, rows)
-        token_ids, logprobs, failed_rows = self._sample(output, hidden, wanted)
+        samples = self._sample(output, hidden, wanted)
         prompt_logprobs = self._prompt_logprobs(reports, hidden[wanted.num_sampled :])
         return ModelRunnerOutput(
             step=output.step,
-            token_ids=token_ids,
-            logprobs=logprobs,
+            token_ids=samples.token_ids,
+            logprobs=samples.logprobs,
             prompt_logprobs=prompt_logprobs,
+            beam_candidates=samples.candidates,
             copies_done=self.storage.poll(),
-            failed_rows=failed_rows,
+            failed_rows=tuple(int(output.sample_rows[entry]) for entry in samples.failed),
             elapsed_s=time.perf_counter() - started,
         )
 
-    def _sample(
-        self, output: SchedulerOutput, hidden: Tensor, wanted: WantedRows
-    ) -> tuple[Int32Array, dict[int, TokenLogprobs], tuple[int, ...]]:
+    def _sample(self, output: SchedulerOutput, hidden: Tensor, wanted: WantedRows) -> Samples:
         """Choose a token for each of `sample_rows` and append it there."""
         rows = output.sample_rows
         if len(rows) == 0:
-            return np.empty(0, dtype=np.int32), {}, ()
+            return Samples(np.empty(0, dtype=np.int32))
         logits = self.decoder.logits(hidden[: wanted.num_sampled])
         if logits is None:
-            return np.empty(0, dtype=np.int32), {}, ()
+            return Samples(np.empty(0, dtype=np.int32))
         if wanted.expand is not None:
             logits = logits[torch.from_numpy(wanted.expand).to(self._device)]
         samples = self._sampler.sample(logits, rows)
         self.batch.append_tokens(rows, samples.token_ids)
-        failed_rows = tuple(int(rows[entry]) for entry in samples.failed)
-        return samples.token_ids, samples.logprobs, failed_rows
+        return samples
 
     def _prompt_logprobs(
         self, reports: list[PromptReport], hidden: Tensor

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..kernels import sampling as kernels
 from ..protos.messages import TokenLogprobs
-from ..scheduler.output import Int32Array
+from ..scheduler.output import BeamCandidates, Int32Array
 from .grammar import GrammarError, GrammarTokenizer
 from .input_batch import InputBatch, Int64Array
 
@@ -25,18 +25,20 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Samples:
     """token_ids: int32 [n]; logprobs by entry, of entries that asked; failed: entries whose
-    logits were not finite (their token is 0)."""
+    logits were not finite (their token is 0); candidates by entry, of beams."""
 
     token_ids: Int32Array
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])
     failed: tuple[int, ...] = ()
+    candidates: dict[int, BeamCandidates] = field(default_factory=dict[int, BeamCandidates])
 
 
 class Sampler:
     """Chooses one token per entry.
 
     Log-probabilities are the model's own: of the logits before penalties, bias, temperature and
-    filters. grammar_tokenizer: needed by rows with a grammar.
+    filters. A beam's candidates have their log-probabilities changed by penalties and bias.
+    grammar_tokenizer: needed by rows with a grammar.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Sampler:
         is_special = bool(params.is_special[rows].any())
         raw = logits.clone() if is_special and self._wants_logprobs(rows) else logits
         if is_special:
+            self._normalise_beams(logits, rows)
             self._adjust(logits, rows)
         best, finite = kernels.greedy(logits)
         token_ids, is_finite = best.cpu().numpy(), finite.cpu().numpy()
@@ -62,11 +65,19 @@ class Sampler:
         if failed:
             token_ids[~is_finite] = 0
         logprobs = self._logprobs(raw, rows, token_ids, failed) if is_special else {}
-        return Samples(token_ids.astype(np.int32), logprobs, failed)
+        candidates = self._candidates(logits, rows, failed) if is_special else {}
+        return Samples(token_ids.astype(np.int32), logprobs, failed, candidates)
 
     def _wants_logprobs(self, rows: Int32Array) -> bool:
         wanted = self._batch.sampling.num_logprobs
         return bool(wanted) and any(row in wanted for row in rows.tolist())
+
+    def _normalise_beams(self, logits: Tensor, rows: Int32Array) -> None:
+        """Beams compare log-probabilities over several steps: penalties change those, in place."""
+        beams = self._batch.sampling.num_candidates
+        if beams:
+            for entry in [entry for entry, row in enumerate(rows.tolist()) if row in beams]:
+                logits[entry] = logits[entry].log_softmax(dim=-1)
 
     def _adjust(self, logits: Tensor, rows: Int32Array) -> None:
         """Penalties, bias, and no end before min_tokens, in place."""
@@ -164,6 +175,20 @@ class Sampler:
         chosen = torch.from_numpy(token_ids[entries]).to(logits.device)
         found = token_logprobs(logits[index], chosen, counts)
         return dict(zip(entries, found, strict=True))
+
+    def _candidates(
+        self, logits: Tensor, rows: Int32Array, failed: tuple[int, ...]
+    ) -> dict[int, BeamCandidates]:
+        wanted = self._batch.sampling.num_candidates
+        if not wanted:
+            return {}
+        found: dict[int, BeamCandidates] = {}
+        for entry, row in enumerate(rows.tolist()):
+            if row in wanted and entry not in failed:
+                best = kernels.best_tokens(logits[entry], wanted[row])
+                token_ids, logprobs = (column.cpu().numpy() for column in best)
+                found[entry] = BeamCandidates(token_ids.astype(np.int32), logprobs)
+        return found
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, counts: list[int]) -> list[TokenLogprobs]:

@@ -37,6 +37,8 @@ def check(**sampling: object) -> None:
         ("logit_bias", [((1, NAN),), ((1, 101.0),), tuple((i, 0.0) for i in range(2000))]),
         ("stop", ["abc", ("",), ("a",) * 65, ("x" * 5000,), ("\ud800",)]),
         ("stop_token_ids", [tuple(range(300))]),
+        ("beam_width", [-1, 17, 10**400, 2.0]),
+        ("length_penalty", [NAN, INF, -11.0]),
     ],
 )
 def test_absurd_sampling_is_refused(field, values):
@@ -61,10 +63,38 @@ def test_absurd_sampling_is_refused(field, values):
         {"presence_penalty": -2.0, "frequency_penalty": 2.0, "repetition_penalty": 1e-3},
         {"top_p": 1e-9, "top_k": 1, "min_p": 1.0},
         {"logprobs": 0, "prompt_logprobs": 20},
+        {"beam_width": 16, "n": 16, "temperature": 0.0, "length_penalty": -10.0},
+        {"beam_width": 1, "temperature": 0.7, "logprobs": 2},
     ],
 )
 def test_extreme_but_sound_sampling_passes(sampling):
     check(**sampling)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 5),
+        ("temperature", 0.7),
+        ("top_k", 3),
+        ("top_p", 0.5),
+        ("min_p", 0.1),
+        ("stop", ("x",)),
+        ("logprobs", 0),
+    ],
+)
+def test_what_a_beam_search_cannot_do_is_refused(field, value):
+    with pytest.raises(InvalidArgument) as caught:
+        check(beam_width=4, **{field: value})
+    assert caught.value.field == f"sampling.{field}"
+
+
+def test_a_grammar_and_a_resume_are_refused_with_beams():
+    with pytest.raises(InvalidArgument, match="response_format"):
+        check(beam_width=4, grammar="start: /a/")
+    beams = replace(CALL, sampling=SamplingParams(beam_width=2), resume_token_ids=(1,))
+    with pytest.raises(InvalidArgument, match="resume_token_ids"):
+        check_call(beams, RequestLimits())
 
 
 def test_min_tokens_beyond_max_tokens_is_refused():

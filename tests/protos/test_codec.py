@@ -51,6 +51,8 @@ def full_sampling() -> SamplingParams:
         logit_bias=((3, -100.0), (9, 1.5)),
         logprobs=0,
         prompt_logprobs=0,
+        beam_width=4,
+        length_penalty=-0.5,
     )
 
 
@@ -102,6 +104,7 @@ def test_deltas_survive_the_wire():
             error="why",
             error_class="Overloaded",
         ),
+        SequenceDelta("k", 2, 0, (6,), finish_reason=FinishReason.STOP, score=0.0),
     ]
     data = codec.encode_outputs(12, deltas).SerializeToString()
     message = engine_pb2.EngineOutputs.FromString(data)

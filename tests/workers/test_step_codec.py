@@ -32,6 +32,9 @@ SAMPLING = SamplingParams(
     logprobs=0,
     prompt_logprobs=2,
     skip_special_tokens=False,
+    grammar="start: /a+/",
+    beam_width=3,
+    length_penalty=0.0,
 )
 OUTPUT = SchedulerOutput(
     step=2**40,
