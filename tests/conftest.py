@@ -3,6 +3,11 @@
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+# A busy machine is no failure: how long an example takes is for the benchmarks to say.
+settings.register_profile("pagefleet", deadline=None)
+settings.load_profile("pagefleet")
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,13 @@
 """A replica of two ranks on a real Ray cluster: it serves, loses a rank, and comes back whole."""
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 from engine_fakes import make_request
@@ -46,16 +48,12 @@ def supervisor(model: Path) -> Iterator[ray.actor.ActorHandle]:
 
 
 def pids_of(actor: str) -> set[int]:
-    """Processes in which an actor of this class runs."""
+    """Processes of this session's own cluster in which an actor of this class runs."""
     found: set[int] = set()
-    for folder in Path("/proc").iterdir():
-        try:
-            if folder.name.isdigit():
-                title = (folder / "cmdline").read_bytes()
-                if title.startswith(f"ray::{actor}".encode()):
-                    found.add(int(folder.name))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if " ".join(process.cmdline()).startswith(f"ray::{actor}"):
+                found.add(process.pid)
     return found
 
 

@@ -199,6 +199,6 @@ class TwoTiers(RuleBasedStateMachine):
 
 
 TestDevicePool = DevicePool.TestCase
-TestDevicePool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestDevicePool.settings = settings(max_examples=60, stateful_step_count=40)
 TestTwoTiers = TwoTiers.TestCase
-TestTwoTiers.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTwoTiers.settings = settings(max_examples=60, stateful_step_count=40)
