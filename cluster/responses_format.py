@@ -85,6 +85,8 @@ class ResponseWriter:
         self._usage: GenerationUsage | None = None
         self._reason: FinishReason | None = None
         self._sequence_number = 0
+        self._thoughts = ""
+        self._num_reasoning_tokens = 0
 
     def begin(self) -> Iterator[Json]:
         """The events before anything is there."""
@@ -100,6 +102,7 @@ class ResponseWriter:
         if is_end:
             self._reason, self._usage = delta.finish_reason, delta.usage
             yield from self._close()
+            self._count_reasoning()
             kind = "response.completed" if self._is_complete else "response.incomplete"
             yield self._event(kind, response=self.response)
 
@@ -125,6 +128,7 @@ class ResponseWriter:
         self, part: ChatPart, ready: Sequence[tuple[int, TokenLogprobs]]
     ) -> Iterator[Json]:
         if part.reasoning:
+            self._thoughts += part.reasoning
             yield from self._grow("reasoning_text", part.reasoning, ())
         if part.content:
             yield from self._grow("output_text", part.content, ready)
@@ -184,6 +188,11 @@ class ResponseWriter:
         yield self._event(f"{kind}.done", arguments=call.arguments, name=call.name, **place)
         yield self._event("response.output_item.done", output_index=index, item=done)
 
+    def _count_reasoning(self) -> None:
+        """As its text would be tokenized: tags and line breaks apart, that is what it took."""
+        encode = self._generation.model.tokenizer.encode
+        self._num_reasoning_tokens = len(encode(self._thoughts, add_special_tokens=False))
+
     # -- shapes ------------------------------------------------------------------------------
 
     def _logprobs(self, ready: Sequence[tuple[int, TokenLogprobs]]) -> list[Json]:
@@ -224,7 +233,7 @@ class ResponseWriter:
             "max_output_tokens": body.max_output_tokens,
             "previous_response_id": None,
             "store": False,
-            "usage": None if usage is None else _usage(usage),
+            "usage": None if usage is None else _usage(usage, self._num_reasoning_tokens),
         }
         if usage is not None:
             response["pagefleet"] = sample_details([self._generation], [usage])
@@ -235,13 +244,13 @@ def _as_sent(body: ResponsesBody, name: str) -> object:
     return body.model_dump(include={name}, by_alias=True, exclude_none=True).get(name)
 
 
-def _usage(usage: GenerationUsage) -> Json:
+def _usage(usage: GenerationUsage, num_reasoning_tokens: int) -> Json:
     counted = usage_body([usage], 1)
     return {
         "input_tokens": counted["prompt_tokens"],
         "input_tokens_details": counted["prompt_tokens_details"],
         "output_tokens": counted["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
         "total_tokens": counted["total_tokens"],
     }
 

@@ -87,6 +87,7 @@ async def test_thoughts_are_an_item(front):
     reply = await front.respond()
     assert [item.type for item in reply.output] == ["reasoning", "message"]
     assert reply.output[0].content[0].text == "hm"
+    assert reply.usage.output_tokens_details.reasoning_tokens == 2
     assert reply.output_text == "Yes."
 
 
