@@ -88,6 +88,9 @@ class Admission:
             self._count_hit(sequence, prefix.num_computed)
         if sequence.admitted_s is None:
             sequence.admitted_s = now
+        if sum(s.row is not None for s in sequence.request.sequences) == 1:
+            # Blocks that others' tables held already cost no capacity, and no lease counts them.
+            sequence.request.num_blocks_borrowed = prefix.num_resident - prefix.num_idle
         self._books.leases.settle(sequence.request)
         return row
 

@@ -57,7 +57,7 @@ class LeaseNeeds:
         if request.is_guaranteed:
             remaining = self._worst_case_left(request)
         else:
-            remaining = max(0, request.lease_blocks - self._num_held(request))
+            remaining = max(0, request.lease_blocks - self._num_taken(request))
         self._ledger.set_remaining(request.key, remaining)
 
     def _worst_case(self, request: EngineRequest, token_limit: int) -> int:
@@ -85,11 +85,15 @@ class LeaseNeeds:
         prompt = shared if num_others and not rows else 0
         return growth + copies + num_others * (longest - shared) + prompt
 
-    def _num_held(self, request: Request) -> int:
-        """Blocks in the request's tables, the shared prompt counted once."""
+    def _num_taken(self, request: Request) -> int:
+        """Blocks that the request has taken from the pool: those in its tables, the shared prompt
+        counted once, without what others held when it entered."""
         rows = [s.row for s in request.sequences if s.row is not None]
+        if not rows:
+            return 0
         held = sum(self._manager.num_blocks(row) for row in rows)
-        return held - max(0, len(rows) - 1) * self._num_shared(request.num_prompt_tokens)
+        held -= (len(rows) - 1) * self._num_shared(request.num_prompt_tokens)
+        return max(0, held - request.num_blocks_borrowed)
 
     def _num_shared(self, num_prompt_tokens: int) -> int:
         """Full prompt blocks that a second sample need not take again."""

@@ -100,6 +100,7 @@ class Request:
         self.priority = request.priority
         self.lease_id = request.lease_id
         self.lease_blocks = request.lease_blocks
+        self.num_blocks_borrowed = 0  # held by others' tables when it entered
         self.root_hash = root_hash
         self.arrival = arrival
         self.arrival_s = now

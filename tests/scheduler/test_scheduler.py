@@ -246,6 +246,21 @@ def test_lease_is_refused_where_the_blocks_are_gone():
     assert cluster.scheduler.take_finished_leases() == (4,)
 
 
+def test_lease_keeps_what_it_may_take_beside_blocks_that_others_hold():
+    cluster = Cluster(block_size=4, num_blocks=32)
+    prompt = list(range(17))
+    cluster.add(prompt, max_tokens=30)
+    cluster.step()
+    cluster.step()
+    # 4 of its 5 prompt blocks are held already, so the lease is for 1 + 3 of growth.
+    cluster.add(prompt, max_tokens=12, lease_id=5, lease_blocks=4)
+    cluster.step()
+    (use,) = cluster.scheduler.stats().leases
+    assert use.remaining_blocks == 3
+    cluster.run()
+    cluster.assert_idle()
+
+
 def test_reserved_blocks_of_guaranteed_samples_never_exceed_the_worst_case(run_ahead):
     cluster = Cluster(run_ahead=run_ahead, block_size=4, num_blocks=40, max_num_sequences=3)
     cluster.add(10, n=5, max_tokens=15, admission_class=AdmissionClass.GUARANTEED, lease_id=1)
