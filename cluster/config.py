@@ -6,9 +6,11 @@ devices; what depends on them is found out by the workers.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ..workers.faults import Faults
 
 if TYPE_CHECKING:  # needs grpc and pydantic: too slow for every command
     from .security import GatewaySecurity
@@ -63,6 +65,7 @@ class ClusterConfig:
     address: a running Ray cluster to join; None = start a private one here.
     grpc_port / http_port: 0 = any free one.
     security: API keys and TLS of the gateway; None = neither.
+    faults: what goes wrong on purpose in every replica, in tests.
     """
 
     models: tuple[NamedModel, ...]
@@ -85,6 +88,7 @@ class ClusterConfig:
     deterministic: bool = False
     address: str | None = None
     security: "GatewaySecurity | None" = None
+    faults: Faults = field(default_factory=Faults)
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -140,6 +144,14 @@ class ClusterConfig:
             raise CommandError(
                 f"--gpu-memory-utilization must be above 0 and at most 1, is {self.memory_fraction}"
             )
+
+
+def parse_faults(texts: Sequence[str]) -> Faults:
+    """'late-copies', 'hash-bits=8' and so on."""
+    try:
+        return Faults.parse(texts)
+    except ValueError as error:
+        raise CommandError(f"--fault: {error}") from error
 
 
 def name_models(checkpoints: Sequence[str], names: Sequence[str]) -> tuple[NamedModel, ...]:

@@ -33,6 +33,7 @@ from ..scheduler.config import PreemptionMode
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.stats import SchedulerStats
 from ..workers.config import WorkerConfig
+from ..workers.faults import Faults
 from ..workers.leader import load_engine, model_card
 from .generation import (
     ChatMessage,
@@ -67,6 +68,7 @@ class EngineOptions(TypedDict, total=False):
     deterministic: bool
     num_threads: int | None
     overlap_steps: bool | None
+    faults: Faults
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,14 @@ import typer
 from rich.console import Console
 
 from ..protos.errors import PagefleetError
-from .config import ClusterConfig, CommandError, NamedModel, name_models, parse_bytes
+from .config import (
+    ClusterConfig,
+    CommandError,
+    NamedModel,
+    name_models,
+    parse_bytes,
+    parse_faults,
+)
 
 # Nothing here reports to anyone; set before Ray or the hub's client is imported.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -80,6 +87,13 @@ def serve(
     tls_client_ca: Annotated[
         Path | None, typer.Option(help="Clients need a certificate of this CA (mTLS).")
     ] = None,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="For tests, may be given several times: preempt-every=N, hash-bits=N, "
+            "late-copies, nan-fill (blocks are NaN until written), guard-block."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Serve models over gRPC and HTTP until interrupted; SmolLM2-135M-Instruct without --model."""
@@ -120,6 +134,7 @@ def serve(
         deterministic=deterministic,
         address=address,
         security=security,
+        faults=parse_faults(fault or ()),
     )
     from .serve_command import serve as run
 

@@ -162,6 +162,7 @@ def _worker_config(config: ClusterConfig, num_threads: int, *, on_gpu: bool) -> 
         max_num_batched_tokens=config.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
         deterministic=config.deterministic,
+        faults=config.faults,
         num_threads=num_threads,
     )
 

@@ -6,20 +6,17 @@ head_dim], so a block is one contiguous piece over all layers.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
-import queue
-import threading
-import time
-from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from ..kernels import block_copy
 from ..kernels.backend import KernelBackend
-from ..scheduler.output import CopyDone, CopyJob, CopyKind, DeviceCopy
+from ..kernels.cpu import CpuBackend, advise_huge_pages
+from ..scheduler.output import CopyDone, CopyJob, CopyKind, DeviceCopy, SchedulerOutput
+from .copier import Copier, make_copier
+from .faults import Faults
+from .faulty_blocks import NUM_GUARDS, BlockGuard, LateCopier, fresh_blocks
 from .models.config import DecoderConfig
 
 
@@ -49,23 +46,6 @@ class BlockLayout:
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
 
-class Copier(Protocol):
-    """Moves whole blocks between the tiers beside the steps."""
-
-    def submit(self, job: CopyJob) -> None:
-        """Start it: a STORE sees all that was computed before, a LOAD is seen by what follows
-        its `CopyDone`."""
-        ...
-
-    def poll(self) -> tuple[CopyDone, ...]:
-        """Jobs that ended since the last call; never waits."""
-        ...
-
-    def close(self) -> None:
-        """Wait for what is running and stop."""
-        ...
-
-
 class BlockStorage:
     """Device pool, host pool, and the copies of one rank."""
 
@@ -76,22 +56,46 @@ class BlockStorage:
         num_host_blocks: int,
         device: torch.device,
         backend: KernelBackend,
+        faults: Faults | None = None,
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self._backend = backend
         self._device = device
+        self._faults = faults or Faults()
+        num_guards = NUM_GUARDS if self._faults.guard_block else 0
         # Not cleared: no kernel may read a slot before it was written, and untouched pages of
         # host memory cost nothing.
-        self.pool = torch.empty((num_blocks, *layout.shape), dtype=layout.dtype, device=device)
-        self.host_pool = torch.empty(
-            (num_host_blocks, *layout.shape),
+        pool = torch.empty(
+            (num_blocks + num_guards, *layout.shape), dtype=layout.dtype, device=device
+        )
+        if isinstance(backend, CpuBackend):
+            advise_huge_pages(pool)
+        host_pool = torch.empty(
+            (num_host_blocks + num_guards, *layout.shape),
             dtype=layout.dtype,
             pin_memory=device.type == "cuda" and num_host_blocks > 0,
         )
+        self._guard = BlockGuard(pool, host_pool) if num_guards else None
+        self.pool = pool if self._guard is None else self._guard.inner(pool)
+        self.host_pool = host_pool if self._guard is None else self._guard.inner(host_pool)
+        if self._faults.nan_fill:
+            self.pool.fill_(torch.nan)
+            self.host_pool.fill_(torch.nan)
         self.layers = [self.pool[:, index] for index in range(layout.num_layers)]
         self._copier: Copier | None = None
+
+    def take_fresh(self, output: SchedulerOutput) -> None:
+        """Before a step: with `nan-fill`, its new blocks hold NaN until they are written."""
+        if self._faults.nan_fill:
+            fresh = torch.from_numpy(fresh_blocks(output, self.layout.block_size))
+            self.pool[fresh.to(self._device)] = torch.nan
+
+    def check_guard(self) -> None:
+        """After a step: with `guard-block`, raises GuardChanged where one was written to."""
+        if self._guard is not None:
+            self._guard.check()
 
     def copy_on_write(self, copies: tuple[DeviceCopy, ...]) -> None:
         """In one call, on the step's own stream."""
@@ -110,6 +114,8 @@ class BlockStorage:
         """Start copies between the tiers. Called between steps."""
         if jobs and self._copier is None:
             self._copier = make_copier(self.pool, self.host_pool)
+            if self._faults.late_copies:
+                self._copier = LateCopier(self._copier)
         for job in jobs:
             assert self._copier is not None
             self._check_ids(job)
@@ -131,97 +137,3 @@ class BlockStorage:
         on_device, on_host = (job.sources, job.targets) if is_store else (job.targets, job.sources)
         for ids, limit in ((on_device, self.num_blocks), (on_host, self.num_host_blocks)):
             assert ((ids >= 0) & (ids < limit)).all(), f"{job} leaves a pool of {limit} blocks"
-
-
-def make_copier(pool: Tensor, host_pool: Tensor) -> Copier:
-    """The copier for the pool's device."""
-    if pool.device.type == "cuda":
-        return CudaCopier(pool, host_pool)
-    return ThreadCopier(pool, host_pool)
-
-
-class ThreadCopier:
-    """Copies in host memory by one thread, in order of submission.
-
-    Steps on the CPU are over when they return, so a job submitted between two steps is ordered
-    after the one before by itself.
-    """
-
-    def __init__(self, pool: Tensor, host_pool: Tensor) -> None:
-        self._pools = {
-            CopyKind.STORE: (_byte_view(pool), _byte_view(host_pool)),
-            CopyKind.LOAD: (_byte_view(host_pool), _byte_view(pool)),
-        }
-        self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[CopyDone] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="block-copies", daemon=True)
-        self._thread.start()
-
-    def submit(self, job: CopyJob) -> None:
-        self._jobs.put(job)
-
-    def poll(self) -> tuple[CopyDone, ...]:
-        done: list[CopyDone] = []
-        while not self._done.empty():
-            done.append(self._done.get())
-        return tuple(done)
-
-    def close(self) -> None:
-        self._jobs.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            source, target = self._pools[job.kind]
-            started = time.perf_counter()
-            block_copy.copy_bytes(source, job.sources, target, job.targets)
-            self._done.put(CopyDone(job.job_id, elapsed_s=time.perf_counter() - started))
-
-
-class CudaCopier:
-    """Copies between device and pinned host memory, one stream per direction.
-
-    Ordered by events alone: a STORE waits for the step stream's work so far; a LOAD too, since
-    a step still running may read what stood in its targets.
-    """
-
-    def __init__(self, pool: Tensor, host_pool: Tensor) -> None:
-        self._pools = {
-            CopyKind.STORE: (pool, host_pool),
-            CopyKind.LOAD: (host_pool, pool),
-        }
-        self._device = pool.device
-        self._streams = {kind: torch.cuda.Stream(pool.device) for kind in CopyKind}
-        self._running: dict[CopyKind, deque[tuple[CopyJob, torch.cuda.Event, torch.cuda.Event]]] = {
-            kind: deque() for kind in CopyKind
-        }
-
-    def submit(self, job: CopyJob) -> None:
-        stream = self._streams[job.kind]
-        source, target = self._pools[job.kind]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(stream):
-            began.record(stream)
-            block_copy.copy_blocks(source, job.sources, target, job.targets)
-            ended.record(stream)
-        self._running[job.kind].append((job, began, ended))
-
-    def poll(self) -> tuple[CopyDone, ...]:
-        done: list[CopyDone] = []
-        for running in self._running.values():
-            while running and running[0][2].query():
-                job, began, ended = running.popleft()
-                done.append(CopyDone(job.job_id, elapsed_s=began.elapsed_time(ended) / 1e3))
-        return tuple(done)
-
-    def close(self) -> None:
-        for stream in self._streams.values():
-            stream.synchronize()
-
-
-def _byte_view(pool: Tensor) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-    """uint8 [num_blocks, block_bytes] over the same memory."""
-    if len(pool) == 0:
-        return np.empty((0, 0), dtype=np.uint8)
-    return pool.view(len(pool), -1).view(torch.uint8).numpy()

@@ -1,8 +1,9 @@
 """A worker's settings: values only. Knows no model and no tensor."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..scheduler.config import PreemptionMode, SchedulerConfig
+from .faults import Faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class WorkerConfig:
     num_threads: None = torch's default.
     overlap_steps: schedule a step while the one before it runs; None = on a GPU only, since on
         the CPU the scheduler would take its time from the same cores.
+    faults: what goes wrong on purpose, in tests.
     """
 
     model: str
@@ -44,6 +46,7 @@ class WorkerConfig:
     deterministic: bool = False
     num_threads: int | None = None
     overlap_steps: bool | None = None
+    faults: Faults = field(default_factory=Faults)
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_sequences", "max_num_batched_tokens"):
@@ -74,4 +77,6 @@ class WorkerConfig:
             max_context=max_context,
             enable_prefix_caching=self.enable_prefix_caching,
             preemption_mode=self.preemption_mode,
+            preempt_every=self.faults.preempt_every,
+            hash_bits=self.faults.hash_bits,
         )

@@ -155,6 +155,7 @@ class ModelRunner:
             partition.num_host_blocks,
             device,
             backend,
+            config.faults,
         )
         info = _model_info(model, checkpoint, dtype, max_context, folder)
         _check_same_model(ranks, info.fingerprint)
@@ -181,6 +182,7 @@ class ModelRunner:
         assert output.draft_token_ids is None, "drafts are not computed by this runner"
         started = time.perf_counter()
         self.batch.apply(output)
+        self.storage.take_fresh(output)
         self.storage.copy_on_write(output.device_copies)
         self.storage.submit(output.copy_jobs)
         if len(output.rows) == 0:
@@ -243,6 +245,7 @@ class ModelRunner:
         hidden = self.decoder.forward(step.token_ids, self.storage.layers, step.metadata, rows)
         samples = self._sample(output, hidden, wanted)
         prompt_logprobs = self._prompt_logprobs(reports, hidden[wanted.num_sampled :])
+        self.storage.check_guard()
         return ModelRunnerOutput(
             step=output.step,
             token_ids=samples.token_ids,

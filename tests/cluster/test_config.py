@@ -12,7 +12,9 @@ from pagefleet.cluster.config import (
     format_bytes,
     name_models,
     parse_bytes,
+    parse_faults,
 )
+from pagefleet.workers.faults import Faults
 
 
 def make_config(**changes: object) -> ClusterConfig:
@@ -38,6 +40,13 @@ def test_sizes_are_read(text: str, num_bytes: int):
 def test_other_texts_are_not_sizes(text: str):
     with pytest.raises(CommandError, match="is not a size"):
         parse_bytes(text)
+
+
+def test_faults_are_read():
+    faults = parse_faults(["preempt-every=7", "nan-fill"])
+    assert make_config(faults=faults).faults == Faults(preempt_every=7, nan_fill=True)
+    with pytest.raises(CommandError, match=r"--fault: .*late-copies"):
+        parse_faults(["slow-copies"])
 
 
 def test_sizes_are_written():

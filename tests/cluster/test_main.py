@@ -108,6 +108,7 @@ def test_simulate_takes_several_policies(tmp_path: Path):
         (["serve", "--model", "/nowhere/at/all"], "/nowhere/at/all"),
         (["serve", "--model", ""], "--model is empty"),
         (["serve", "--replicas", "0"], "--replicas"),
+        (["serve", "--fault", "hash-bits=many"], "hash-bits=8"),
         (["simulate", "--policy", "best"], "best"),
         (["simulate", "--allocators", "--trace", "/nowhere"], "/nowhere"),
         (["status", "--server", "127.0.0.1:1"], "127.0.0.1:1"),

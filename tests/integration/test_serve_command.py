@@ -10,6 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pagefleet.cluster.client import Client
+from pagefleet.cluster.llm import LLM
+from pagefleet.protos.messages import SamplingParams
+
 pytestmark = pytest.mark.ray
 
 PAGEFLEET = str(Path(sys.executable).parent / "pagefleet")
@@ -77,6 +81,29 @@ def test_serve_that_cannot_start_says_why_and_leaves_nothing(tiny_model: Path, t
     assert result.returncode == 1
     assert "could not be started" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+def test_faults_change_no_answer(tiny_model: Path):
+    faults = ("preempt-every=3", "late-copies", "hash-bits=8", "nan-fill", "guard-block")
+    command = [*SERVE, "--model", str(tiny_model), "--num-blocks", "64", "--host-memory", "1MiB"]
+    command += ["--deterministic", *(f"--fault={fault}" for fault in faults)]
+    greedy = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    with LLM(str(tiny_model), num_blocks=64, deterministic=True, num_threads=1) as llm:
+        (expected,) = llm.generate(["Hello there"], greedy)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            facts = json.loads(process.stdout.readline())
+            with Client(facts["grpc"]) as client:
+                for _ in range(3):
+                    (output,) = client.generate("Hello there", greedy).outputs
+                    assert output.token_ids == expected.token_ids
+                    assert output.usage is not None and output.usage.preemptions > 0
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.kill()
 
 
 @pytest.mark.slow

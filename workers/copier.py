@@ -1,0 +1,130 @@
+"""Moving whole blocks between the tiers, beside the steps: by a thread, or by streams on a GPU.
+
+Knows both pools' bytes and ids of blocks; when a copy may start, and what it is for, is the
+scheduler's.
+"""
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+import queue
+import threading
+import time
+from collections import deque
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels import block_copy
+from ..scheduler.output import CopyDone, CopyJob, CopyKind
+
+
+class Copier(Protocol):
+    """Moves whole blocks between the tiers beside the steps."""
+
+    def submit(self, job: CopyJob) -> None:
+        """Start it: a STORE sees all that was computed before, a LOAD is seen by what follows
+        its `CopyDone`."""
+        ...
+
+    def poll(self) -> tuple[CopyDone, ...]:
+        """Jobs that ended since the last call; never waits."""
+        ...
+
+    def close(self) -> None:
+        """Wait for what is running and stop."""
+        ...
+
+
+def make_copier(pool: Tensor, host_pool: Tensor) -> Copier:
+    """The copier for the pool's device."""
+    if pool.device.type == "cuda":
+        return CudaCopier(pool, host_pool)
+    return ThreadCopier(pool, host_pool)
+
+
+class ThreadCopier:
+    """Copies in host memory by one thread, in order of submission.
+
+    Steps on the CPU are over when they return, so a job submitted between two steps is ordered
+    after the one before by itself.
+    """
+
+    def __init__(self, pool: Tensor, host_pool: Tensor) -> None:
+        self._pools = {
+            CopyKind.STORE: (_byte_view(pool), _byte_view(host_pool)),
+            CopyKind.LOAD: (_byte_view(host_pool), _byte_view(pool)),
+        }
+        self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[CopyDone] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="block-copies", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: CopyJob) -> None:
+        self._jobs.put(job)
+
+    def poll(self) -> tuple[CopyDone, ...]:
+        done: list[CopyDone] = []
+        while not self._done.empty():
+            done.append(self._done.get())
+        return tuple(done)
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            source, target = self._pools[job.kind]
+            started = time.perf_counter()
+            block_copy.copy_bytes(source, job.sources, target, job.targets)
+            self._done.put(CopyDone(job.job_id, elapsed_s=time.perf_counter() - started))
+
+
+class CudaCopier:
+    """Copies between device and pinned host memory, one stream per direction.
+
+    Ordered by events alone: a STORE waits for the step stream's work so far; a LOAD too, since
+    a step still running may read what stood in its targets.
+    """
+
+    def __init__(self, pool: Tensor, host_pool: Tensor) -> None:
+        self._pools = {
+            CopyKind.STORE: (pool, host_pool),
+            CopyKind.LOAD: (host_pool, pool),
+        }
+        self._device = pool.device
+        self._streams = {kind: torch.cuda.Stream(pool.device) for kind in CopyKind}
+        self._running: dict[CopyKind, deque[tuple[CopyJob, torch.cuda.Event, torch.cuda.Event]]] = {
+            kind: deque() for kind in CopyKind
+        }
+
+    def submit(self, job: CopyJob) -> None:
+        stream = self._streams[job.kind]
+        source, target = self._pools[job.kind]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(stream):
+            began.record(stream)
+            block_copy.copy_blocks(source, job.sources, target, job.targets)
+            ended.record(stream)
+        self._running[job.kind].append((job, began, ended))
+
+    def poll(self) -> tuple[CopyDone, ...]:
+        done: list[CopyDone] = []
+        for running in self._running.values():
+            while running and running[0][2].query():
+                job, began, ended = running.popleft()
+                done.append(CopyDone(job.job_id, elapsed_s=began.elapsed_time(ended) / 1e3))
+        return tuple(done)
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
+
+
+def _byte_view(pool: Tensor) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+    """uint8 [num_blocks, block_bytes] over the same memory."""
+    if len(pool) == 0:
+        return np.empty((0, 0), dtype=np.uint8)
+    return pool.view(len(pool), -1).view(torch.uint8).numpy()
