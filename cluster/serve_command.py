@@ -19,6 +19,7 @@ from rich.console import Console
 from .config import ClusterConfig, CommandError, NamedModel
 from .models_command import fetch_default
 from .serve import OnProgress, RunningCluster, running_cluster
+from .tokenizer import Tokenizer
 
 _CHECK_PERIOD_S = 5.0
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -50,6 +51,10 @@ def _resolve(model: NamedModel, console: Console) -> NamedModel:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise CommandError(f"{folder} has no config.json: it is no checkpoint folder")
+        try:
+            Tokenizer.load(folder)
+        except (OSError, ValueError) as error:  # found out now, not by the first client
+            raise CommandError(str(error)) from error
         return replace(model, checkpoint=str(folder.resolve()))
     if _HUB_ID.fullmatch(model.checkpoint) is None:
         raise CommandError(f"{model.checkpoint} is neither a folder nor a hub id like org/name")

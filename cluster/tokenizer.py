@@ -45,14 +45,14 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """FileNotFoundError where the folder has no `tokenizer.json`."""
+        """FileNotFoundError where the folder has no `tokenizer.json`, ValueError if it is none."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise FileNotFoundError(f"{path}: a served model needs a fast tokenizer's file")
         config = _read_json(folder / "tokenizer_config.json")
         special_tokens = _special_tokens(config)
         return cls(
-            HuggingFaceTokenizer.from_file(str(path)),
+            _read_backend(path),
             bos_token=special_tokens.get("bos_token"),
             ensure_bos=config.get("add_bos_token") is True,
             chat_template=_load_chat_template(folder, config, special_tokens),
@@ -104,6 +104,13 @@ class Tokenizer:
         if self.chat_template is None:
             raise InvalidArgument("chat", "the model has no chat template")
         return self.chat_template.render(prompt.messages, prompt.tools, prompt.template_kwargs)
+
+
+def _read_backend(path: Path) -> HuggingFaceTokenizer:
+    try:
+        return HuggingFaceTokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no narrower class
+        raise ValueError(f"{path} is no tokenizer: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, object]:

@@ -58,6 +58,12 @@ def test_a_folder_without_tokenizer_is_said_so(tmp_path):
         Tokenizer.load(tmp_path)
 
 
+def test_a_broken_file_is_said_so(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"x": 1')
+    with pytest.raises(ValueError, match=r"tokenizer\.json is no tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
 async def test_long_texts_give_the_same_tokens():
     tokenizer = make_tokenizer()
     text = "wörd " * 3000
