@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..protos.errors import InvalidArgument, RequestCancelled
+from ..protos.errors import InvalidArgument, RequestCancelled, Unavailable
 
 T = TypeVar("T")
 
@@ -45,7 +45,8 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 async def or_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     """The result of `work`; if the client goes away first, `work` is cancelled.
 
-    The body must have been read: then the next message can only be the disconnect.
+    The body must have been read: then the next message can only be the disconnect. A server that
+    stops cancels what has not ended in time: the client is told to go elsewhere.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(receive))
@@ -54,6 +55,8 @@ async def or_disconnect(receive: Receive, work: Awaitable[T]) -> T:
         if task.done():
             return task.result()
         raise RequestCancelled("the client went away")
+    except asyncio.CancelledError:
+        raise Unavailable("the server is stopping", retry_after_s=1.0) from None
     finally:
         watcher.cancel()
         task.cancel()
@@ -89,8 +92,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await or_disconnect(receive, self._send(send))
-        except RequestCancelled:
-            return  # there is nobody to tell
+        except (RequestCancelled, Unavailable):
+            return  # there is nobody to tell, or no status to tell it with
         finally:
             await self._close()
 

@@ -1,11 +1,12 @@
 """Both fronts of a gateway come and go together."""
 
+import asyncio
 import socket
 
 import grpc.aio
 import httpx
 import pytest
-from gateway_fakes import FakeController, FakeLeader, load_fake_tokenizer
+from gateway_fakes import FakeController, FakeLeader, load_fake_tokenizer, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagefleet.cluster.client import AsyncClient
@@ -53,3 +54,19 @@ async def test_a_taken_port_leaves_nothing_open(which):
         ports = (port, 0) if which == "grpc" else (0, port)
         with pytest.raises(OSError):
             await servers.start("127.0.0.1", *ports)
+
+
+async def test_what_has_not_ended_when_the_servers_stop_is_told_to_go_elsewhere(leader):
+    servers = make_servers(leader)
+    addresses = await servers.start("127.0.0.1", 0, 0)
+    leader.engine.gate.clear()
+    async with httpx.AsyncClient(base_url=f"http://{addresses.http}", verify=False) as client:
+        body = {"prompt": "hi", "max_tokens": 3}
+        post = asyncio.create_task(client.post("/v1/completions", json=body))
+        async with asyncio.timeout(20):
+            await until(lambda: leader.engine.submitted, leader.engine.changed)
+        await servers.stop(0.5)
+        answer = await post
+    leader.engine.gate.set()
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == "the server is stopping"
