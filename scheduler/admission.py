@@ -1,10 +1,12 @@
 """Who enters the batch: waiting sequences, and the samples that fork off a finished prompt.
 
-A sequence is admitted on its whole known length, in the queue's order; nobody is passed over.
+A sequence is admitted on its whole known length, or on the longest it may become, in the queue's
+order; nobody is passed over.
 Knows what free blocks are promised to; what happens when running rows need more is exhaustion's.
 """
 
 from .books import Books
+from .config import AdmissionRule
 from .exhaustion import Evictor
 from .kv_cache_manager import Prefix
 from .output import NewRow
@@ -67,12 +69,15 @@ class Admission:
         return self._manager.find_prefix(sequence, self._books.tier, loads_pay)
 
     def _has_room(self, sequence: Sequence, prefix: Prefix) -> bool:
-        """Blocks for all its known tokens, beyond what is promised or kept for growth."""
+        """The blocks that the rule asks for, beyond what is promised or kept for growth."""
         available = self._pool.num_free
         available -= self._books.ledger.reserved_for_others(sequence.request.key)
-        if len(self._batch):
+        num_tokens = len(sequence.token_ids)
+        if len(self._batch):  # who would be alone cannot wait for anyone's blocks
             available -= int(self._config.watermark * self._config.num_blocks)
-        num_blocks = self._manager.num_blocks_for(len(sequence.token_ids))
+            if self._config.admission_rule is AdmissionRule.FULL_LENGTH:
+                num_tokens = max(num_tokens, sequence.request.compute_limit)
+        num_blocks = self._manager.num_blocks_for(num_tokens)
         return num_blocks - prefix.num_resident + prefix.num_idle <= available
 
     def _enter(self, sequence: Sequence, prefix: Prefix, now: float) -> int:

@@ -63,14 +63,17 @@ class BlockPool:
             self._refs[block] = 1
             return [block]
         missing = count - len(clean)
+        if missing > len(self._idle):
+            return None
         if missing > 0:
-            if missing > len(self._idle):
-                return None
-            self._evict(missing)
-        if not count:
+            blocks = self._evict(missing)
+            blocks += reversed(clean)
+            clean.clear()
+        elif count:
+            blocks = clean[: -count - 1 : -1]
+            del clean[-count:]
+        else:
             return []
-        blocks = clean[: -count - 1 : -1]
-        del clean[-count:]
         refs = self._refs
         for block in blocks:
             refs[block] = 1
@@ -250,13 +253,9 @@ class BlockPool:
         elif idle:
             self._idle.append(idle)
 
-    def _evict(self, count: int) -> None:
+    def _evict(self, count: int) -> list[int]:
+        """The next in turn, without their contents."""
         blocks = self._idle.pop(count)
-        contents = self._contents
-        evicted = [contents[block] for block in blocks]
-        for block in blocks:
-            contents[block] = None
-        self._index.detach_all(evicted, self._tier, blocks)
-        blocks.reverse()  # the first evicted is the first handed out
-        self._clean += blocks
+        self._index.detach_all(self._contents, self._tier, blocks)
         self.num_evicted += count
+        return blocks

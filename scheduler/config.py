@@ -12,6 +12,13 @@ class PreemptionMode(StrEnum):
     AUTO = "auto"  # whichever is estimated to cost fewer milliseconds
 
 
+class AdmissionRule(StrEnum):
+    """How many free blocks a waiting sequence needs to enter beside others."""
+
+    KNOWN_LENGTH = "known-length"  # for the tokens known now; it may be preempted later
+    FULL_LENGTH = "full-length"  # for the longest it may become: fewer run, fewer are preempted
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Limits and policies of one replica's scheduler.
@@ -20,7 +27,8 @@ class SchedulerConfig:
     max_num_sequences: rows of the input batch. max_num_batched_tokens: tokens of one step.
     prefill_chunk: most prompt tokens of one sequence in one step; None = the step's budget.
     max_context: longest sequence, prompt and output together.
-    watermark: share of the pool that admission keeps free for the growth of what already runs.
+    admission_rule, watermark: a sequence enters where the blocks that the rule asks for are free
+    and so many more, a share of the pool, for the growth of what runs already.
     block_bytes: of all layers on one rank, for the cost of copies. copy_bytes_per_s,
     prefill_tokens_per_s: first guesses, replaced by what is measured.
     write_back_blocks: so many blocks next in turn for eviction are kept on the host ahead of it;
@@ -39,6 +47,7 @@ class SchedulerConfig:
     max_context: int = 8192
     enable_prefix_caching: bool = True
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
+    admission_rule: AdmissionRule = AdmissionRule.KNOWN_LENGTH
     watermark: float = 0.01
     block_bytes: int = 0
     copy_bytes_per_s: float = 4e9
@@ -54,6 +63,8 @@ class SchedulerConfig:
                 raise ValueError(f"{name} must be at least 1, is {getattr(self, name)}")
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
             raise ValueError(f"prefill_chunk must be at least 1, is {self.prefill_chunk}")
+        if self.max_num_waiting is not None and self.max_num_waiting < 1:
+            raise ValueError(f"max_num_waiting must be at least 1, is {self.max_num_waiting}")
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), is {self.watermark}")
         if self.copy_bytes_per_s <= 0.0 or self.prefill_tokens_per_s <= 0.0:

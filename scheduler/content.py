@@ -10,6 +10,9 @@ class Tier(IntEnum):
     HOST = 1
 
 
+_TIERS = tuple(Tier)
+
+
 class Content:
     """One full block's tokens together with everything before it. Made once, recycled with a
     new id.
@@ -61,4 +64,9 @@ class Stride:
     def __init__(self, route_hash: bytes, members: list[Content]) -> None:
         self.route_hash = route_hash
         self.members = members
-        self.missing = [sum(content.blocks[tier] is None for content in members) for tier in Tier]
+        if len(members) == 1:
+            device, host = members[0].blocks
+            self.missing = [int(device is None), int(host is None)]
+        else:
+            blocks = [content.blocks for content in members]
+            self.missing = [sum([b[tier] is None for b in blocks]) for tier in _TIERS]

@@ -156,22 +156,20 @@ class ContentIndex:
                 self._retire(content)
 
     def detach_all(self, contents: list[Content | None], tier: Tier, blocks: list[int]) -> None:
-        """Take each content from its block. Those that are in no other block and in no stride,
-        most of what is evicted, go at once."""
+        """Take each of `blocks` its content. Those that are in no other block and in no stride,
+        most of what is evicted, go at once. contents: the tier's, by block."""
         known, unused, other = self._contents, self._unused.append, 1 - tier
-        for content, block in zip(contents, blocks, strict=True):
+        for block in blocks:
+            content = contents[block]
             assert content is not None, f"block {block} has no content"
-            if (
-                content.strides is not None
-                or content.duplicates
-                or content.blocks[other] is not None
-            ):
+            contents[block] = None
+            places = content.blocks
+            if content.strides is not None or content.duplicates or places[other] is not None:
                 self.detach(content, tier, block)
                 continue
-            content.blocks[tier] = None
+            places[tier] = None
             del known[content.key]
-            content.id = 0
-            content.parent = None
+            content.id = 0  # nobody reaches it or its parent through it any more
             unused(content)
 
     def contents(self) -> list[Content]:

@@ -100,7 +100,8 @@ class Exhaustion:
         if not self._books.host.num_blocks or mode is PreemptionMode.RECOMPUTE:
             return False
         recompute_ms, swap_ms = self._costs_ms(row)
-        return mode is PreemptionMode.SWAP or swap_ms < recompute_ms
+        # Where they cost the same: copies run beside the steps, computing does not.
+        return mode is PreemptionMode.SWAP or swap_ms <= recompute_ms
 
     def _make_room(
         self, plan: StepPlan, wanting: list[int], short: int, now: float

@@ -205,6 +205,11 @@ class KVCacheManager:
         self._shared_tails.discard(row)
         return False
 
+    def shares_full_block(self, row: int) -> bool:
+        """Whether others hold any of the row's full, computed blocks too."""
+        num_full = int(self._batch.num_computed[row]) // self.block_size
+        return any(self._pool.ref_count(block) > 1 for block in self.blocks(row)[:num_full])
+
     def num_copies_on_write(self, rows: list[int]) -> int:
         """Blocks that `rows` need to write to their tails: the last sharer needs none."""
         writers: dict[int, int] = {}

@@ -121,9 +121,7 @@ _SLOTS: dict[str, MemberDescriptorType] = {
     field.name: getattr(SequenceDelta, field.name) for field in fields(SequenceDelta)
 }
 _DEFAULTS = {
-    field.name: field.default
-    for field in fields(SequenceDelta)
-    if field.default is not MISSING
+    field.name: field.default for field in fields(SequenceDelta) if field.default is not MISSING
 }
 
 

@@ -60,9 +60,9 @@ class RouteResidency:
                 content.strides = [stride]
             else:
                 content.strides.append(stride)
-        for tier in Tier:
-            if not stride.missing[tier]:
-                self._tiers[tier].store(route_hash)
+        for log, missing in zip(self._tiers, stride.missing, strict=True):
+            if not missing:
+                log.store(route_hash)
 
     def arrived(self, content: Content, tier: Tier) -> None:
         """The first copy of a content on this tier may be used now."""
@@ -82,10 +82,13 @@ class RouteResidency:
         """A content is on no tier any more: its strides can never be whole again."""
         for stride in content.strides or ():
             for member in stride.members:
-                if member is not content and member.strides is not None:
-                    member.strides.remove(stride)
-                    if not member.strides:
-                        member.strides = None
+                strides = member.strides
+                if member is content or strides is None:
+                    continue
+                if len(strides) == 1:
+                    member.strides = None
+                else:
+                    strides.remove(stride)
         content.strides = None
 
     def take_events(self) -> RouteEvents:

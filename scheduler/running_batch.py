@@ -28,6 +28,7 @@ class RunningBatch:
     positions that steps in flight will have written.
     compute_limit: positions ever computed. token_limit: most tokens, prompt and output;
     max_outputs: of them output.
+    first_special: from this place in its output on, a token may be the row's first or its last.
     capacity: positions its blocks hold. next_publish: computed positions at which its next block
     can be published.
     is_beam: which token follows is not the runner's choice, so none is in flight.
@@ -36,6 +37,7 @@ class RunningBatch:
 
     def __init__(self, num_rows: int, max_context: int) -> None:
         self.num_rows = num_rows
+        self.version = 0  # another one whenever a row changes hands, or begins or ends to load
         self.token_ids: Int32Array = np.zeros((num_rows, max_context), dtype=np.int32)
         self.sequence_ids: Int64Array = np.zeros(num_rows, dtype=np.int64)
         self.num_prompt: Int32Array = np.zeros(num_rows, dtype=np.int32)
@@ -45,10 +47,10 @@ class RunningBatch:
         self.compute_limit: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.token_limit: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.max_outputs: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.first_special: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.capacity: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.next_publish: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.arrival: Int64Array = np.zeros(num_rows, dtype=np.int64)
-        self.has_stop_ids: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self.is_beam: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self.num_beams = 0
         self.is_loading: BoolArray = np.zeros(num_rows, dtype=np.bool_)
@@ -72,6 +74,7 @@ class RunningBatch:
     def enter(self, sequence: Sequence, num_computed: int) -> int:
         """Give a sequence the lowest free row. Its blocks come after."""
         row = heappop(self._free)
+        self.version += 1
         request = sequence.request
         num_tokens = len(sequence.token_ids)
         num_prompt = request.num_prompt_tokens
@@ -85,7 +88,9 @@ class RunningBatch:
         self.token_limit[row] = request.token_limit
         self.max_outputs[row] = request.token_limit - num_prompt
         self.arrival[row] = request.arrival
-        self.has_stop_ids[row] = bool(request.stop_token_ids)
+        self.first_special[row] = 0
+        if sequence.first_token_s is not None:
+            self.expect_plain_tokens(row, sequence)
         self.is_beam[row] = request.beams is not None
         self.num_beams += request.beams is not None
         self.sequences[row] = sequence
@@ -99,6 +104,7 @@ class RunningBatch:
         """Take a sequence's row away; it keeps its tokens and what it awaits."""
         row = sequence.row
         assert row is not None, f"{sequence} has no row"
+        self.version += 1
         pending = int(self.num_pending[row])
         sequence.token_ids = self.token_ids[row, : int(self.num_tokens[row]) - pending].copy()
         sequence.num_pending = pending
@@ -131,6 +137,7 @@ class RunningBatch:
 
     def set_loading(self, row: int, is_loading: bool) -> None:
         """Whether the row's KV is on its way from the host."""
+        self.version += 1
         self._num_loading += is_loading - int(self.is_loading[row])
         self.is_loading[row] = is_loading
 
@@ -138,13 +145,20 @@ class RunningBatch:
         """Tokens whose values are known."""
         return int(self.num_tokens[row]) - int(self.num_pending[row])
 
+    def expect_plain_tokens(self, row: int, sequence: Sequence) -> None:
+        """Its first token is told: what follows is plain up to the last, if it stops at none."""
+        if not sequence.request.stop_token_ids:
+            self.first_special[row] = self.max_outputs[row] - 1
+
     def append_tokens(self, rows: Int32Array, tokens: Int32Array) -> Int32Array:
         """The oldest pending token of each row becomes known. Returns their places in the
         outputs, counted from 0."""
+        pending = self.num_pending[rows]
         positions = self.num_tokens[rows]
-        positions -= self.num_pending[rows]
+        positions -= pending
         self.token_ids[rows, positions] = tokens
-        self.num_pending[rows] -= 1
+        pending -= 1
+        self.num_pending[rows] = pending
         positions -= self.num_prompt[rows]
         return positions
 
@@ -152,12 +166,11 @@ class RunningBatch:
         self, rows: Int32Array, tokens: Int32Array, numbers: Int32Array, eos: frozenset[int]
     ) -> set[int]:
         """Rows that may have got their first or their last token."""
-        special = numbers == 0
-        special |= numbers + 1 >= self.max_outputs[rows]
-        special |= self.has_stop_ids[rows]
+        special = numbers >= self.first_special[rows]
         for token in eos:
             special |= tokens == token
-        return set(rows[special].tolist())
+        found = special.nonzero()[0]
+        return set(rows[found].tolist()) if len(found) else set()
 
     def rows(self) -> list[int]:
         """Rows that are taken, lowest first."""

@@ -68,6 +68,8 @@ class Scheduler:
         self._in_flight: deque[StepRecord] = deque()
         self._removed_rows: list[int] = []
         self._unannounced: dict[int, int] = {}  # row → sequence id, to be sent with the next step
+        # Rows that all decode, the batch's version, and for how many steps more they do.
+        self._steady: tuple[Int32Array, int, int] = np.empty(0, dtype=np.int32), 0, 0
         self._num_arrived = 0
         self._num_sequences = 0
         self._step = 0
@@ -164,7 +166,7 @@ class Scheduler:
             f"result of step {result.step} for {output.step}; {record.output.step} is the oldest"
         )
         self._books.pool.finish_step(output.step)
-        self._books.costs.observe_step(output.num_tokens, len(output.rows), result.elapsed_s)
+        self._books.costs.observe_step(record.num_tokens, len(output.rows), result.elapsed_s)
         self._publish(record)
         if result.copies_done:
             self.copies_done(result.copies_done)
@@ -305,17 +307,33 @@ class Scheduler:
         """Rows that compute one token after their prompt, for which room is made first; then
         those still behind their known tokens, oldest first, by chunks."""
         batch = self._batch
+        if self._plan_steady(plan, now):
+            return
         remaining = batch.remaining()
         is_decode = batch.num_computed >= batch.num_prompt
         is_decode &= remaining == 1
         rows = is_decode.nonzero()[0].astype(np.int32)
         budget = self.config.max_num_batched_tokens
-        if len(rows) > budget:  # turn by turn, so that each gets its share
+        is_whole = len(rows) <= budget
+        if not is_whole:  # turn by turn, so that each gets its share
             rows = np.sort(np.roll(rows, -self._step * budget)[:budget])
         plan.decode_rows = self._exhaustion.grow(plan, rows, now)
         remaining[is_decode] = 0
         if remaining.any():
             self._plan_prefills(plan, remaining)
+        elif plan.decode_rows is rows and is_whole and len(rows) and not batch.num_beams:
+            left = batch.compute_limit[rows] - batch.num_computed[rows]
+            self._steady = rows, batch.version, int(left.min()) - 1
+
+    def _plan_steady(self, plan: StepPlan, now: float) -> bool:
+        """The same rows as in the step before, all of them plain decodes: False if they might
+        differ, because a row changed hands or is at its end."""
+        rows, version, num_steps = self._steady
+        if not num_steps or version != self._batch.version:
+            return False
+        plan.decode_rows = self._exhaustion.grow(plan, rows, now)
+        self._steady = rows, version, num_steps - 1 if plan.decode_rows is rows else 0
+        return True
 
     def _plan_prefills(self, plan: StepPlan, remaining: Int32Array) -> None:
         batch = self._batch
@@ -477,7 +495,9 @@ class Scheduler:
         if not num_computed:
             return False
         blocks = manager.blocks(row)[: manager.num_blocks_for(num_computed)]
-        if self._books.tier.swap_out(sequence, blocks, num_computed):
+        # Without published contents, siblings' common blocks would move once for each.
+        moves_twice = not self.config.enable_prefix_caching and manager.shares_full_block(row)
+        if not moves_twice and self._books.tier.swap_out(sequence, blocks, num_computed):
             return True
         self._books.counters.swaps_refused += 1
         return False
@@ -503,10 +523,12 @@ class Scheduler:
         """Blocks that this step filled may be found from now on."""
         batch, rows = self._batch, record.output.rows
         due = record.ends >= batch.next_publish[rows]
-        due &= batch.sequence_ids[rows] == record.row_ids
-        if due.any():
-            ends = record.ends[due].tolist()
-            for row, end in zip(rows[due].tolist(), ends, strict=True):
+        if batch.version != record.version:
+            due &= batch.sequence_ids[rows] == record.row_ids
+        entries = due.nonzero()[0]
+        if len(entries):
+            ends = record.ends[entries].tolist()
+            for row, end in zip(rows[entries].tolist(), ends, strict=True):
                 self._books.manager.publish(row, end)
 
     def _fail(self, record: StepRecord, row: int, now: float) -> None:
@@ -532,9 +554,9 @@ class Scheduler:
     def _append_tokens(self, record: StepRecord, result: ModelRunnerOutput, now: float) -> None:
         """Sampled tokens become known: append, tell, and end what ends."""
         batch, rows, tokens = self._batch, record.output.sample_rows, result.token_ids
-        is_current = batch.sequence_ids[rows] == record.sample_ids
         places: list[int] | range = range(len(rows))
-        if batch.num_beams or not is_current.all():
+        if batch.num_beams or batch.version != record.version:
+            is_current = batch.sequence_ids[rows] == record.sample_ids
             stale: list[int] = np.flatnonzero(~is_current).tolist()
             self._append_to_waiting(record, result, stale, now)
             is_current &= ~batch.is_beam[rows]
@@ -584,6 +606,8 @@ class Scheduler:
         """A token that may be a first or a last one. number: its place in the output."""
         if sequence.first_token_s is None:
             sequence.first_token_s = now
+            if sequence.row is not None:
+                self._batch.expect_plain_tokens(sequence.row, sequence)
         reason = sequence.stop_reason(token, number + 1, self._eos)
         self._outbox.tell_token(sequence, token, number, logprobs, reason, now)
         if reason is not None:

@@ -16,6 +16,7 @@ class StepRecord:
     row_ids: int64, by entry. ends: int32, positions computed after the step, by entry.
     sample_ids: int64, by sample. prefill_only: sequence ids that end with this step, tokenless.
     prompts: requests whose prompt is computed with this step.
+    num_tokens: positions it computes. version: the batch's when it was launched.
     """
 
     output: SchedulerOutput
@@ -24,6 +25,8 @@ class StepRecord:
     sample_ids: Int64Array
     prefill_only: tuple[int, ...]
     prompts: tuple[Request, ...]
+    num_tokens: int
+    version: int
 
 
 _NO_INTS: Int32Array = np.empty(0, dtype=np.int32)
@@ -100,7 +103,16 @@ class StepPlan:
         )
         row_ids = batch.sequence_ids[rows]
         sample_ids = row_ids if sample_rows is rows else batch.sequence_ids[sample_rows]
-        return StepRecord(output, row_ids, ends, sample_ids, prefill_only, tuple(self.prompts))
+        return StepRecord(
+            output,
+            row_ids,
+            ends,
+            sample_ids,
+            prefill_only,
+            tuple(self.prompts),
+            self.num_tokens,
+            batch.version,
+        )
 
     def _mixed_entries(
         self, batch: RunningBatch
