@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..scheduler.config import AdmissionRule, PreemptionMode
 from ..workers.faults import Faults
 
 if TYPE_CHECKING:  # needs grpc and pydantic: too slow for every command
@@ -21,6 +22,8 @@ _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?i?)b?", re.IGNORECASE)
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
+PREEMPTION_MODES = tuple(PreemptionMode)
+ADMISSION_RULES = tuple(AdmissionRule)
 
 
 class CommandError(Exception):
@@ -62,6 +65,8 @@ class ClusterConfig:
     num_blocks / kv_memory: size of each replica's KV pool, in blocks or bytes; both None = by
         `memory_fraction`. host_memory: bytes of each replica's second tier; 0 = none.
     max_model_len: the longest sequence; None = the model's own.
+    preemption_mode, admission_rule, watermark, max_num_waiting: of each replica's scheduler, for
+        when blocks run out; see `SchedulerConfig`.
     address: a running Ray cluster to join; None = start a private one here.
     grpc_port / http_port: 0 = any free one.
     security: API keys and TLS of the gateway; None = neither.
@@ -83,6 +88,10 @@ class ClusterConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
+    preemption_mode: str = "auto"
+    admission_rule: str = "known-length"
+    watermark: float = 0.01
+    max_num_waiting: int | None = None
     dtype: str = "auto"
     device: str = "auto"
     deterministic: bool = False
@@ -97,6 +106,10 @@ class ClusterConfig:
         self._check_memory()
         _check_choice("--dtype", self.dtype, DTYPES)
         _check_choice("--device", self.device, DEVICES)
+        _check_choice("--preemption-mode", self.preemption_mode, PREEMPTION_MODES)
+        _check_choice("--admission-rule", self.admission_rule, ADMISSION_RULES)
+        if not 0.0 <= self.watermark < 1.0:
+            raise CommandError(f"--watermark must be from 0 to below 1, is {self.watermark}")
 
     @property
     def num_replicas(self) -> int:
@@ -122,6 +135,7 @@ class ClusterConfig:
         _check_at_least("--max-num-seqs", self.max_num_seqs, 1)
         _check_at_least("--max-num-batched-tokens", self.max_num_batched_tokens, 1)
         _check_at_least("--max-model-len", self.max_model_len, 2)
+        _check_at_least("--max-num-waiting", self.max_num_waiting, 1)
 
     def _check_ports(self) -> None:
         for flag, port in (("--grpc-port", self.grpc_port), ("--http-port", self.http_port)):

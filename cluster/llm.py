@@ -29,7 +29,7 @@ from ..protos.messages import (
     TokenLogprobs,
     Usage,
 )
-from ..scheduler.config import PreemptionMode
+from ..scheduler.config import AdmissionRule, PreemptionMode
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.stats import SchedulerStats
 from ..workers.config import WorkerConfig
@@ -65,6 +65,9 @@ class EngineOptions(TypedDict, total=False):
     prefill_chunk: int | None
     enable_prefix_caching: bool
     preemption_mode: PreemptionMode
+    admission_rule: AdmissionRule
+    watermark: float
+    max_num_waiting: int | None
     deterministic: bool
     num_threads: int | None
     overlap_steps: bool | None

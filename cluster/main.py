@@ -71,6 +71,18 @@ def serve(
     max_num_seqs: Annotated[int, typer.Option(help="Sequences in one batch.")] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in one step.")] = 2048,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse blocks of prefixes.")] = True,
+    preemption_mode: Annotated[
+        str, typer.Option(help="When blocks run out: recompute, swap, or auto, the cheaper one.")
+    ] = "auto",
+    admission_rule: Annotated[
+        str, typer.Option(help="Blocks to enter the batch: for the known-length or full-length.")
+    ] = "known-length",
+    watermark: Annotated[
+        float, typer.Option(help="Share of the pool kept free for what runs already.")
+    ] = 0.01,
+    max_num_waiting: Annotated[
+        int | None, typer.Option(help="Requests that may wait at a replica; no bound.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     deterministic: Annotated[
@@ -129,6 +141,10 @@ def serve(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=enable_prefix_caching,
+        preemption_mode=preemption_mode,
+        admission_rule=admission_rule,
+        watermark=watermark,
+        max_num_waiting=max_num_waiting,
         dtype=dtype,
         device=device,
         deterministic=deterministic,

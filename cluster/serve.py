@@ -21,6 +21,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from ..protos.messages import ClusterState, ReplicaInfo, ReplicaState
+from ..scheduler.config import AdmissionRule, PreemptionMode
 from ..workers.config import WorkerConfig
 from .config import ClusterConfig, CommandError
 from .controller_actor import start_controller
@@ -161,6 +162,10 @@ def _worker_config(config: ClusterConfig, num_threads: int, *, on_gpu: bool) -> 
         max_num_sequences=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
+        preemption_mode=PreemptionMode(config.preemption_mode),
+        admission_rule=AdmissionRule(config.admission_rule),
+        watermark=config.watermark,
+        max_num_waiting=config.max_num_waiting,
         deterministic=config.deterministic,
         faults=config.faults,
         num_threads=num_threads,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from ..scheduler.config import PreemptionMode, SchedulerConfig
+from ..scheduler.config import AdmissionRule, PreemptionMode, SchedulerConfig
 from .faults import Faults
 
 
@@ -21,6 +21,8 @@ class WorkerConfig:
     host_memory: bytes of the second tier; 0 = none.
     max_context: None = the model's own; longer is refused.
     prefill_chunk: None = up to the step's budget.
+    preemption_mode, admission_rule, watermark, max_num_waiting: what happens when blocks run out;
+        see `SchedulerConfig`.
     deterministic: logits do not depend on batch, chunk or row count.
     num_threads: None = torch's default.
     overlap_steps: schedule a step while the one before it runs; None = on a GPU only, since on
@@ -43,6 +45,9 @@ class WorkerConfig:
     prefill_chunk: int | None = None
     enable_prefix_caching: bool = True
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
+    admission_rule: AdmissionRule = AdmissionRule.KNOWN_LENGTH
+    watermark: float = 0.01
+    max_num_waiting: int | None = None
     deterministic: bool = False
     num_threads: int | None = None
     overlap_steps: bool | None = None
@@ -52,7 +57,16 @@ class WorkerConfig:
         for name in ("block_size", "max_num_sequences", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, is {getattr(self, name)}")
-        for name in ("num_blocks", "kv_memory", "max_context", "prefill_chunk", "num_threads"):
+        if not 0.0 <= self.watermark < 1.0:
+            raise ValueError(f"watermark must be in [0, 1), is {self.watermark}")
+        for name in (
+            "num_blocks",
+            "kv_memory",
+            "max_context",
+            "prefill_chunk",
+            "max_num_waiting",
+            "num_threads",
+        ):
             value: int | None = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, is {value}")
@@ -77,6 +91,9 @@ class WorkerConfig:
             max_context=max_context,
             enable_prefix_caching=self.enable_prefix_caching,
             preemption_mode=self.preemption_mode,
+            admission_rule=self.admission_rule,
+            watermark=self.watermark,
+            max_num_waiting=self.max_num_waiting,
             preempt_every=self.faults.preempt_every,
             hash_bits=self.faults.hash_bits,
         )

@@ -58,6 +58,10 @@ def test_sizes_are_written():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"preemption_mode": "drop"}, "--preemption-mode must be one of recompute, swap, auto"),
+        ({"admission_rule": "any"}, "--admission-rule must be one of known-length, full-length"),
+        ({"watermark": 1.0}, "--watermark must be from 0 to below 1"),
+        ({"max_num_waiting": 0}, "--max-num-waiting"),
         ({"replicas": 0}, "--replicas"),
         ({"tp": 0}, "--tp"),
         ({"block_size": 0}, "--block-size"),
