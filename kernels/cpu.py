@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .backend import LinearWeight
@@ -81,6 +83,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "pf_add_rms_norm": [_P, _P, _P, _P, _L, _L, _F, _I, _I],
     "pf_silu_and_mul": [_P, _P, _L, _L, _I, _I],
     "pf_copy_slots": [_P, _P, _P, _P, _L, _L, _L, _L, _I],
+    "pf_copy_blocks": [_P, _P, _P, _P, _L, _L],
 }
 
 
@@ -131,6 +134,31 @@ def advise_huge_pages(tensor: Tensor) -> None:
     library = _load_library()
     if library is not None and tensor.device.type == "cpu":
         library.pf_advise_huge_pages(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def copy_bytes(
+    source_pool: NDArray[np.uint8],
+    source_ids: NDArray[np.int32],
+    target_pool: NDArray[np.uint8],
+    target_ids: NDArray[np.int32],
+) -> None:
+    """`block_copy.copy_bytes` past the caches: half as fast again, and the model keeps its caches.
+
+    One thread, the caller's, without the interpreter lock.
+    """
+    library = _load_library()
+    if library is None:
+        raise NativeLibraryMissing(f"{_LIBRARY_PATH.name} was not built")
+    assert source_pool.shape[1] == target_pool.shape[1], "the pools' blocks differ in size"
+    sources, targets = (np.ascontiguousarray(i, dtype=np.int32) for i in (source_ids, target_ids))
+    library.pf_copy_blocks(
+        source_pool.ctypes.data,
+        sources.ctypes.data,
+        target_pool.ctypes.data,
+        targets.ctypes.data,
+        len(sources),
+        source_pool.shape[1],
+    )
 
 
 def sum_blocks(data: Tensor, order: Tensor, block: int, num_threads: int) -> float:

@@ -9,14 +9,19 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ..kernels import block_copy
-from ..scheduler.output import CopyDone, CopyJob, CopyKind
+from ..kernels import block_copy, cpu
+from ..scheduler.output import CopyDone, CopyJob, CopyKind, Int32Array
+
+ByteBlocks = NDArray[np.uint8]  # [num_blocks, block_bytes]
+CopyBytes = Callable[[ByteBlocks, Int32Array, ByteBlocks, Int32Array], None]
 
 
 class Copier(Protocol):
@@ -36,11 +41,11 @@ class Copier(Protocol):
         ...
 
 
-def make_copier(pool: Tensor, host_pool: Tensor) -> Copier:
-    """The copier for the pool's device."""
+def make_copier(pool: Tensor, host_pool: Tensor, *, compiled: bool) -> Copier:
+    """The copier for the pool's device. compiled: on the CPU, by the compiled backend's copy."""
     if pool.device.type == "cuda":
         return CudaCopier(pool, host_pool)
-    return ThreadCopier(pool, host_pool)
+    return ThreadCopier(pool, host_pool, cpu.copy_bytes if compiled else block_copy.copy_bytes)
 
 
 class ThreadCopier:
@@ -50,7 +55,8 @@ class ThreadCopier:
     after the one before by itself.
     """
 
-    def __init__(self, pool: Tensor, host_pool: Tensor) -> None:
+    def __init__(self, pool: Tensor, host_pool: Tensor, copy_bytes: CopyBytes) -> None:
+        self._copy_bytes = copy_bytes
         self._pools = {
             CopyKind.STORE: (_byte_view(pool), _byte_view(host_pool)),
             CopyKind.LOAD: (_byte_view(host_pool), _byte_view(pool)),
@@ -77,7 +83,7 @@ class ThreadCopier:
         while (job := self._jobs.get()) is not None:
             source, target = self._pools[job.kind]
             started = time.perf_counter()
-            block_copy.copy_bytes(source, job.sources, target, job.targets)
+            self._copy_bytes(source, job.sources, target, job.targets)
             self._done.put(CopyDone(job.job_id, elapsed_s=time.perf_counter() - started))
 
 
@@ -123,7 +129,7 @@ class CudaCopier:
             stream.synchronize()
 
 
-def _byte_view(pool: Tensor) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+def _byte_view(pool: Tensor) -> ByteBlocks:
     """uint8 [num_blocks, block_bytes] over the same memory."""
     if len(pool) == 0:
         return np.empty((0, 0), dtype=np.uint8)

@@ -10,6 +10,7 @@ import torch
 
 from pagefleet.kernels import block_copy
 from pagefleet.kernels.reference import ReferenceBackend
+from pagefleet.kernels.select import select_backend
 from pagefleet.scheduler.output import CopyDone, CopyJob, CopyKind, DeviceCopy
 from pagefleet.workers.block_storage import BlockLayout, BlockStorage
 
@@ -71,6 +72,20 @@ def test_blocks_go_to_the_host_and_come_back(storage: BlockStorage) -> None:
     assert torch.equal(storage.pool[[8, 1, 10]], blocks)
     untouched = [index for index in range(12) if index not in (8, 1, 10)]
     assert storage.pool[untouched].isnan().all()
+
+
+def test_the_compiled_backend_copies_the_same_bytes() -> None:
+    layout = BlockLayout(3, 4, 2, 8, torch.float32)
+    backend = select_backend(torch.device("cpu"), torch.float32, deterministic=False)
+    storage = BlockStorage(layout, 12, 6, torch.device("cpu"), backend)
+    storage.pool.copy_(torch.randn(storage.pool.shape))
+    blocks = storage.pool[[2, 3, 9]].clone()
+    storage.submit((job(1, CopyKind.STORE, [2, 3, 9], [4, 5, 0]),))
+    wait_for(storage, 1)
+    storage.submit((job(2, CopyKind.LOAD, [0, 4], [11, 1]),))
+    wait_for(storage, 1)
+    assert torch.equal(storage.pool[[1, 3, 11]], blocks)
+    storage.close()
 
 
 def test_a_slow_copy_keeps_nobody_waiting(
