@@ -120,6 +120,22 @@ async def test_streams_survive_a_replica_unchanged(whole):
 
 
 @pytest.mark.timeout(120)
+async def test_a_beam_search_begins_again_when_its_replica_is_lost(whole):
+    beams = call(1, beam_width=4, n=3, temperature=0.0)
+    expected = await whole.run(beams)
+    generation = await whole.gateway.generate(beams)
+    while not any(leader.stats().num_running for leader in whole.leaders):
+        await asyncio.sleep(0)
+    busiest = max(whole.leaders, key=lambda leader: leader.stats().num_running)
+    await asyncio.to_thread(busiest.close)
+    outputs = merge_deltas([delta async for batch in generation for delta in batch])
+    assert [output.token_ids for output in outputs] == [o.token_ids for o in expected]
+    assert [output.score for output in outputs] == [o.score for o in expected]
+    assert [output.usage.resumes for output in outputs] == [1, 1, 1]
+    whole.leaders.remove(busiest)
+
+
+@pytest.mark.timeout(120)
 async def test_random_cancels_leave_every_block_free(whole):
     rng = random.Random(14)
 

@@ -17,6 +17,7 @@ from pagefleet.kernels import cpu
 from pagefleet.protos.messages import SamplingParams
 from pagefleet.scheduler.config import PreemptionMode
 from pagefleet.workers import shared_memory_group
+from pagefleet.workers.faults import Faults
 from pagefleet.workers.models.config import UnsupportedModel
 
 pytestmark = pytest.mark.skipif(
@@ -29,6 +30,9 @@ SHAPES = {
     "shared-kv": LlamaShape(num_heads=8, num_kv_heads=1, intermediate_size=99, vocab_size=130),
     "biases": LlamaShape(num_kv_heads=4, attention_bias=True, mlp_bias=True),
 }
+
+
+BEAMS = SamplingParams(temperature=0.0, beam_width=3, n=3, max_tokens=12)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +94,25 @@ def test_logits_of_a_trained_model_equal_transformers(
     )
 
 
+def test_faults_on_every_rank_change_no_answer(
+    processes: RankProcesses, name: str, tmp_path: Path
+) -> None:
+    folder = make_llama(tmp_path / "model", num_heads=8, num_kv_heads=4, head_dim=8)
+    requests = [make_request(str(i), random_prompt(9 + i, 131, i), GREEDY) for i in range(4)]
+    requests.append(make_request("beams", random_prompt(21, 131, 9), BEAMS))
+    faults = Faults(preempt_every=4, late_copies=True, nan_fill=True, guard_block=True)
+    settings = {"host_memory": 2**19, "block_size": 4, "faults": faults}
+    swapping = {
+        "num_blocks": 40,
+        "num_host_blocks": 60,
+        "preemption_mode": PreemptionMode.SWAP,
+    }
+    program = (programs.answers_to, 2, folder, name, KERNELS, requests, settings, swapping)
+    found = leaders(processes.run(*program))
+    assert tokens(found) == tokens(serve(load_runner(folder, block_size=4), requests))
+    assert sum(answer.usage.preemptions for answer in found.values()) > 0
+
+
 def tokens(answers: dict[tuple[str, int], Answer]) -> dict[tuple[str, int], list[int]]:
     return {key: answer.token_ids for key, answer in answers.items()}
 
@@ -98,7 +121,7 @@ def tokens(answers: dict[tuple[str, int], Answer]) -> dict[tuple[str, int], list
 def test_answers_equal_one_ranks(
     processes: RankProcesses, name: str, tmp_path: Path, world_size: int
 ) -> None:
-    """Greedy and drawn tokens, logprobs, prefix hits, samples that share a prompt, preemption."""
+    """Greedy and drawn tokens, beams, logprobs, prefix hits, a shared prompt, preemption."""
     folder = make_llama(tmp_path / "model", num_heads=8, num_kv_heads=4, head_dim=8)
     long = random_prompt(70, 131, 5)
     drawn = SamplingParams(temperature=0.8, seed=7, max_tokens=24, ignore_eos=True, logprobs=2)
@@ -109,6 +132,7 @@ def test_answers_equal_one_ranks(
         make_request("hit", [*long[:48], 3, 4, 5]),
         make_request("drawn", random_prompt(20, 131, 6), drawn, n=3),
         make_request("prompt", random_prompt(33, 131, 8), asked),
+        make_request("beams", random_prompt(21, 131, 9), BEAMS),
     ]
     settings = {"num_blocks": 18, "prefill_chunk": 16}
     program = (programs.answers_to, world_size, folder, name, KERNELS, requests, {}, settings)
