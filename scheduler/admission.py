@@ -8,8 +8,8 @@ Knows what free blocks are promised to; what happens when running rows need more
 from .books import Books
 from .config import AdmissionRule
 from .exhaustion import Evictor
-from .kv_cache_manager import Prefix
 from .output import NewRow
+from .prefix import Prefix
 from .request import Request, Sequence, SequenceState
 from .step_plan import StepPlan
 

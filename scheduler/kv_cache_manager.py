@@ -6,7 +6,6 @@ blocks it needs, or none and nothing has changed.
 """
 
 from collections.abc import Sequence as Array
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,36 +17,12 @@ from .host_pool import HostPool
 from .host_tier import HostTier, Move
 from .integrity import check
 from .output import DeviceCopy, Int32Array
+from .prefix import Prefix, place_loads
 from .request import Publication, Sequence
 from .running_batch import RunningBatch
 
 # A row whose next block shall never be published.
 _NEVER = np.iinfo(np.int32).max
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """What a sequence could start from, block by block.
-
-    device_blocks: where each is, or is being loaded to; None = to be loaded from its host block.
-    contents, host_blocks: None where there is none; host_blocks is empty if nothing is loaded.
-    num_idle: device blocks that nobody holds, which cost capacity when they are taken.
-    arriving: contents that are on their way for others.
-    """
-
-    num_computed: int = 0
-    device_blocks: Array[int | None] = ()
-    host_blocks: Array[int | None] = ()
-    contents: Array[Content | None] = ()
-    num_idle: int = 0
-    arriving: Array[Content] = ()
-
-    @property
-    def num_resident(self) -> int:
-        """Blocks that need not be allocated."""
-        if not self.host_blocks:
-            return len(self.device_blocks)
-        return sum(block is not None for block in self.device_blocks)
 
 
 _NOTHING = Prefix()
@@ -156,7 +131,7 @@ class KVCacheManager:
         moves: list[Move] = []
         if len(resident) < len(prefix.device_blocks):
             num_loaded = len(prefix.device_blocks) - len(resident)
-            resident, moves = _place_loads(prefix, fresh[:num_loaded])
+            resident, moves = place_loads(prefix, fresh[:num_loaded])
             del fresh[:num_loaded]
         self._set_table(row, resident + fresh)
         if sequence.swapped is None or sequence.publication is None:
@@ -388,19 +363,3 @@ class KVCacheManager:
         self._batch.next_publish[row] = (
             _NEVER if publication.stopped else (publication.num_blocks + 1) * self.block_size
         )
-
-
-def _place_loads(prefix: Prefix, fresh: list[int]) -> tuple[list[int], list[Move]]:
-    """The table with `fresh` where a block has to be loaded, and the loads."""
-    table: list[int] = []
-    moves: list[Move] = []
-    supply = iter(fresh)
-    for block, host_block, content in zip(
-        prefix.device_blocks, prefix.host_blocks, prefix.contents, strict=True
-    ):
-        if block is None:
-            block = next(supply)
-            assert host_block is not None, f"{content} is nowhere"
-            moves.append(Move(block, host_block, content, 0 if content is None else content.id))
-        table.append(block)
-    return table, moves

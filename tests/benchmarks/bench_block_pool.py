@@ -24,8 +24,8 @@ from pagefleet.protos.messages import CacheIdentity, EngineRequest, SampleStart,
 from pagefleet.scheduler.block_hash import block_hashes
 from pagefleet.scheduler.books import Books
 from pagefleet.scheduler.config import SchedulerConfig
-from pagefleet.scheduler.kv_cache_manager import Prefix
 from pagefleet.scheduler.output import ModelRunnerOutput
+from pagefleet.scheduler.prefix import Prefix
 from pagefleet.scheduler.request import Request, Sequence
 from pagefleet.scheduler.scheduler import Scheduler
 

@@ -12,7 +12,8 @@ from pagefleet.scheduler.content_index import ContentIndex
 from pagefleet.scheduler.costs import CostModel
 from pagefleet.scheduler.host_pool import HostPool
 from pagefleet.scheduler.host_tier import HostTier
-from pagefleet.scheduler.kv_cache_manager import KVCacheManager, Prefix
+from pagefleet.scheduler.kv_cache_manager import KVCacheManager
+from pagefleet.scheduler.prefix import Prefix
 from pagefleet.scheduler.request import Request, Sequence
 from pagefleet.scheduler.route_residency import RouteResidency
 from pagefleet.scheduler.running_batch import RunningBatch

@@ -25,6 +25,7 @@ from pagefleet.scheduler.output import SchedulerOutput
 from pagefleet.scheduler.running_batch import RunningBatch
 from pagefleet.scheduler.scheduler import Scheduler
 from pagefleet.scheduler.step_plan import StepPlan, StepRecord
+from pagefleet.scheduler.step_results import StepResults
 
 
 def skip_a_reference_decrement() -> AbstractContextManager[object]:
@@ -92,7 +93,7 @@ def run_before_the_load_is_done() -> AbstractContextManager[object]:
 
 
 def lose_the_token_in_flight() -> AbstractContextManager[object]:
-    return patch.object(Scheduler, "_append_to_waiting", lambda *arguments: None)
+    return patch.object(StepResults, "_append_to_waiting", lambda *arguments: None)
 
 
 def serve_a_hit_on_the_hash_alone() -> AbstractContextManager[object]:

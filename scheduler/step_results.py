@@ -1,0 +1,124 @@
+"""What came of a step: blocks that may be found, tokens that are known, sequences that end.
+
+Knows a step's record and the runner's answer to it; decides nothing.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from ..protos.messages import FinishReason, TokenLogprobs
+from .books import Books
+from .outbox import Outbox
+from .output import ModelRunnerOutput
+from .request import Sequence
+from .request_life import RequestLife
+from .step_plan import StepRecord
+
+
+class StepResults:
+    """Enters results in the books and tells them."""
+
+    def __init__(
+        self, books: Books, outbox: Outbox, life: RequestLife, eos: frozenset[int]
+    ) -> None:
+        self._books = books
+        self._batch = books.batch
+        self._queue = books.queue
+        self._outbox = outbox
+        self._life = life
+        self._eos = eos
+
+    def publish(self, record: StepRecord) -> None:
+        """Blocks that this step filled may be found from now on."""
+        batch, rows = self._batch, record.output.rows
+        due = record.ends >= batch.next_publish[rows]
+        if batch.version != record.version:
+            due &= batch.sequence_ids[rows] == record.row_ids
+        entries = due.nonzero()[0]
+        if len(entries):
+            ends = record.ends[entries].tolist()
+            for row, end in zip(rows[entries].tolist(), ends, strict=True):
+                self._books.manager.publish(row, end)
+
+    def fail(self, record: StepRecord, row: int, now: float) -> None:
+        """A row's logits were not finite: its sequence, or the samples it gave, end alone."""
+        output = record.output
+        failed = record.row_ids[output.rows == row].tolist()
+        failed += record.sample_ids[output.sample_rows == row].tolist()
+        for sequence_id in dict.fromkeys(failed):
+            sequence = self._life.sequences.get(sequence_id)
+            if sequence is not None:
+                error = "the model's output was not finite"
+                self._life.finish(sequence, FinishReason.ERROR, now, error=error)
+
+    def collect_prompt_logprobs(
+        self, record: StepRecord, row: int, entries: Iterable[TokenLogprobs | None]
+    ) -> None:
+        for sequence_id in record.row_ids[record.output.rows == row].tolist():
+            sequence = self._life.sequences.get(sequence_id)
+            if sequence is not None and sequence.owes_prompt_logprobs and sequence.row == row:
+                room = sequence.num_prompt_tokens - len(sequence.prompt_logprobs)
+                sequence.prompt_logprobs += list(entries)[:room]
+
+    def append_tokens(self, record: StepRecord, result: ModelRunnerOutput, now: float) -> None:
+        """Sampled tokens become known: append, tell, and end what ends."""
+        batch, rows, tokens = self._batch, record.output.sample_rows, result.token_ids
+        places: list[int] | range = range(len(rows))
+        if batch.num_beams or batch.version != record.version:
+            is_current = batch.sequence_ids[rows] == record.sample_ids
+            stale: list[int] = np.flatnonzero(~is_current).tolist()
+            self._append_to_waiting(record, result, stale, now)
+            is_current &= ~batch.is_beam[rows]
+            current = np.flatnonzero(is_current)
+            rows, tokens, places = rows[current], tokens[current], current.tolist()
+        numbers = batch.append_tokens(rows, tokens)
+        special = batch.special_rows(rows, tokens, numbers, self._eos)
+        row_list: list[int] = rows.tolist()
+        token_list: list[int] = tokens.tolist()
+        number_list: list[int] = numbers.tolist()
+        if not special and not result.logprobs:
+            self._outbox.tell_tokens(batch, row_list, token_list, number_list)
+            return
+        for place, row, token, number in zip(
+            places, row_list, token_list, number_list, strict=True
+        ):
+            if row in special or place in result.logprobs:
+                sequence = batch.sequence(row)
+                self._tell(sequence, token, number, result.logprobs.get(place), now)
+            else:
+                self._outbox.tell_tokens(batch, [row], [token], [number])
+
+    def _append_to_waiting(
+        self, record: StepRecord, result: ModelRunnerOutput, places: list[int], now: float
+    ) -> None:
+        """Tokens of sequences that lost their rows while the step was in flight."""
+        for place in places:
+            sequence = self._life.sequences.get(int(record.sample_ids[place]))
+            if sequence is None or not sequence.num_pending:
+                continue
+            self._queue.remove(sequence)
+            token = int(result.token_ids[place])
+            number = len(sequence.token_ids) - sequence.num_prompt_tokens
+            sequence.token_ids = np.append(sequence.token_ids, np.int32(token))
+            sequence.num_pending -= 1
+            self._queue.add(sequence)
+            self._tell(sequence, token, number, result.logprobs.get(place), now)
+
+    def _tell(
+        self,
+        sequence: Sequence,
+        token: int,
+        number: int,
+        logprobs: TokenLogprobs | None,
+        now: float,
+    ) -> None:
+        """A token that may be a first or a last one. number: its place in the output."""
+        if sequence.first_token_s is None:
+            sequence.first_token_s = now
+            if sequence.row is not None:
+                self._batch.expect_plain_tokens(sequence.row, sequence)
+        reason = sequence.stop_reason(token, number + 1, self._eos)
+        self._outbox.tell_token(sequence, token, number, logprobs, reason, now)
+        if reason is not None:
+            self._life.end(sequence)
