@@ -156,17 +156,20 @@ class ContentIndex:
                 self._retire(content)
 
     def detach_all(self, contents: list[Content | None], tier: Tier, blocks: list[int]) -> None:
-        """Take each of `blocks` its content. Those that are in no other block and in no stride,
-        most of what is evicted, go at once. contents: the tier's, by block."""
+        """Take each of `blocks` its content. Those that are in no other block, most of what is
+        evicted, go at once. contents: the tier's, by block."""
         known, unused, other = self._contents, self._unused.append, 1 - tier
+        evict = self._routes.evicted
         for block in blocks:
             content = contents[block]
             assert content is not None, f"block {block} has no content"
             contents[block] = None
             places = content.blocks
-            if content.strides is not None or content.duplicates or places[other] is not None:
+            if content.duplicates or places[other] is not None:
                 self.detach(content, tier, block)
                 continue
+            if content.strides is not None:
+                evict(content, tier)
             places[tier] = None
             del known[content.key]
             content.id = 0  # nobody reaches it or its parent through it any more

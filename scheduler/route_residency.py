@@ -83,13 +83,20 @@ class RouteResidency:
         for stride in content.strides or ():
             for member in stride.members:
                 strides = member.strides
-                if member is content or strides is None:
-                    continue
+                assert strides is not None, f"{member} does not know its stride"
                 if len(strides) == 1:
                     member.strides = None
-                else:
+                elif member is not content:
                     strides.remove(stride)
         content.strides = None
+
+    def evicted(self, content: Content, tier: Tier) -> None:
+        """The last copy of a content, on this tier, is gone: `left` and `retire` at once."""
+        remove = self._tiers[tier].remove
+        for stride in content.strides or ():
+            if not stride.missing[tier]:
+                remove(stride.route_hash)
+        self.retire(content)
 
     def take_events(self) -> RouteEvents:
         """The net change since the last call. The digests now speak of after it."""

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from scheduler_fuzz import fuzz
 
 from pagefleet.scheduler.block_pool import BlockPool
-from pagefleet.scheduler.content import Content
+from pagefleet.scheduler.content import Content, Tier
 from pagefleet.scheduler.content_index import ContentIndex
 from pagefleet.scheduler.host_tier import HostTier
 from pagefleet.scheduler.output import SchedulerOutput
@@ -78,14 +78,16 @@ def forget_a_tail_slot_in_swap() -> AbstractContextManager[object]:
 
 
 def keep_an_evicted_hash() -> AbstractContextManager[object]:
-    retire = ContentIndex._retire
+    detach_all = ContentIndex.detach_all
 
-    def planted(self: ContentIndex, content: Content) -> None:
-        key = content.key
-        retire(self, content)
-        self._contents[key] = content
+    def planted(
+        self: ContentIndex, contents: list[Content | None], tier: Tier, blocks: list[int]
+    ) -> None:
+        evicted = [content for block in blocks if (content := contents[block]) is not None]
+        detach_all(self, contents, tier, blocks)
+        self._contents.update((content.key, content) for content in evicted)
 
-    return patch.object(ContentIndex, "_retire", planted)
+    return patch.object(ContentIndex, "detach_all", planted)
 
 
 def run_before_the_load_is_done() -> AbstractContextManager[object]:
