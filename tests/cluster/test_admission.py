@@ -67,9 +67,7 @@ def test_growth_ends_at_the_context() -> None:
 def test_the_last_token_needs_no_slot() -> None:
     assert least_blocks(make_request(num_tokens=16, max_tokens=1), 16) == 1
     assert least_blocks(make_request(num_tokens=16, max_tokens=2), 16) == 2
-    standard = make_request(
-        num_tokens=16, max_tokens=900, admission_class=AdmissionClass.STANDARD
-    )
+    standard = make_request(num_tokens=16, max_tokens=900, admission_class=AdmissionClass.STANDARD)
     assert least_blocks(standard, 16) == 1
 
 
