@@ -4,12 +4,15 @@ Whatever the batch, the chunks, the cache and the preemptions: the tokens are th
 request alone.
 """
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from factories import LlamaShape, convert_stories260k, find_stories260k, make_llama
 from model_driver import (
     GREEDY,
@@ -118,10 +121,15 @@ def test_a_request_alone_says_what_transformers_says(llama: Path, kernels: str) 
     assert_greedy(load_reference(llama), prompt, answer)
 
 
+def token_matrix() -> Iterator[ParameterSet]:
+    """Chunk, pool and cache in every combination; four that cover each value are not exhaustive."""
+    diagonal = {(1, 512, True), (7, 90, False), (16, 90, True), (64, 512, False)}
+    for case in itertools.product((1, 7, 16, 64), (512, 90), (True, False)):
+        yield pytest.param(*case, marks=() if case in diagonal else pytest.mark.exhaustive)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("num_blocks", [512, 90])
-@pytest.mark.parametrize("prefill_chunk", [1, 7, 16, 64])
+@pytest.mark.parametrize(("prefill_chunk", "num_blocks", "prefix_caching"), list(token_matrix()))
 @pytest.mark.parametrize("name", ["llama", "stories260K"])
 def test_256_tokens_of_16_requests_equal_transformers(
     name: str,
@@ -137,6 +145,7 @@ def test_256_tokens_of_16_requests_equal_transformers(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("prefill_chunk", "num_blocks", "prefix_caching"), [(64, 512, True), (7, 90, False)]
