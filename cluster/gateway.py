@@ -156,7 +156,7 @@ class Gateway:
     ) -> None:
         self.gateway_id = gateway_id
         self._controller = controller
-        self._limits = limits or RequestLimits()
+        self.limits = limits or RequestLimits()
         self._retry = retry or RetryPolicy()
         self._clock = clock
         self._models = ModelCatalog(controller, load_tokenizer, clock)
@@ -218,7 +218,7 @@ class Gateway:
 
     async def _prepare(self, call: GenerateCall) -> Generation:
         """Everything that is wrong with a call is found here."""
-        check_call(call, self._limits)
+        check_call(call, self.limits)
         await check_grammar(call.sampling.grammar)
         try:
             async with asyncio.timeout(call.deadline_s):

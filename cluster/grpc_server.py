@@ -28,6 +28,7 @@ from .generation import GenerateCall, OutputDelta, merge_deltas
 from .grpc_errors import status_of
 from .metrics import GatewayMetrics
 from .tls import TlsFiles, grpc_credentials
+from .validation import RequestLimits
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +53,13 @@ class Rpc:
 
     context: Context
     caller: Caller
+    limits: RequestLimits
 
     def generate_call(self, request: pb.GenerateRequest) -> GenerateCall:
         """The request as this caller's."""
         call = convert.call_from_proto(
             request,
+            self.limits,
             tenant=self.caller.tenant,
             deadline_s=self.context.time_remaining(),
             retry_token=_metadata(self.context, RETRY_TOKEN_METADATA),
@@ -105,9 +108,9 @@ class InferenceServicer:
         finally:
             await generation.aclose()
 
-    async def tokenize(self, request: pb.TokenizeRequest, _: Rpc) -> pb.TokenizeResponse:
+    async def tokenize(self, request: pb.TokenizeRequest, rpc: Rpc) -> pb.TokenizeResponse:
         """The ids a prompt becomes."""
-        prompt = convert.tokenize_prompt_from_proto(request)
+        prompt = convert.tokenize_prompt_from_proto(request, rpc.limits)
         tokenized = await self._gateway.tokenize(request.model, prompt)
         card = tokenized.model.card
         return pb.TokenizeResponse(
@@ -179,7 +182,7 @@ class GrpcServer:
         )
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        door = _Door(access or Access(), gateway.metrics)
+        door = _Door(access or Access(), gateway.limits, gateway.metrics)
         self._server.add_generic_rpc_handlers(
             (
                 _handlers(InferenceServicer(gateway), door),
@@ -220,8 +223,9 @@ class GrpcServer:
 class _Door:
     """What every RPC passes: in, its caller is identified; out, errors become statuses."""
 
-    def __init__(self, access: Access, metrics: GatewayMetrics) -> None:
+    def __init__(self, access: Access, limits: RequestLimits, metrics: GatewayMetrics) -> None:
         self._access = access
+        self._limits = limits
         self._metrics = metrics
 
     def unary(
@@ -265,7 +269,7 @@ class _Door:
         )
         if isinstance(request, Malformed):
             raise request.error
-        return request, Rpc(context, caller)
+        return request, Rpc(context, caller, self._limits)
 
     async def _abort(self, context: Context, error: Exception) -> None:
         if not isinstance(error, PagefleetError):

@@ -1,6 +1,7 @@
 """Between the public protobuf messages and the gateway's values. Knows both shapes, nothing else.
 
-Unset `optional` fields become the neutral defaults of `SamplingParams`; nothing is checked here.
+Unset `optional` fields become the neutral defaults of `SamplingParams`. Nothing is checked here
+but how many entries there are: copying millions of them would hold the gateway's loop for seconds.
 """
 
 from collections.abc import Sequence
@@ -31,16 +32,22 @@ from .generation import (
     best_tokens,
 )
 from .model_catalog import ServedModel
+from .validation import RequestLimits, check_num
 
 
 def call_from_proto(
-    request: pb.GenerateRequest, *, tenant: str, deadline_s: float | None, retry_token: str
+    request: pb.GenerateRequest,
+    limits: RequestLimits,
+    *,
+    tenant: str,
+    deadline_s: float | None,
+    retry_token: str,
 ) -> GenerateCall:
     """A client's request; the rest comes from the call's metadata."""
     return GenerateCall(
-        prompt=_prompt_from_proto(request),
+        prompt=_prompt_from_proto(request, limits),
         model=request.model,
-        sampling=sampling_from_proto(request.sampling),
+        sampling=_sampling_from_proto(request.sampling, limits),
         cache_salt=request.cache_salt,
         admission_class=_admission_class(request.admission_class),
         priority=request.priority,
@@ -52,8 +59,10 @@ def call_from_proto(
     )
 
 
-def sampling_from_proto(message: pb.Sampling) -> SamplingParams:
-    """Sampling with defaults for what is unset."""
+def _sampling_from_proto(message: pb.Sampling, limits: RequestLimits) -> SamplingParams:
+    check_num("sampling.stop", message.stop, limits.max_stop_strings)
+    check_num("sampling.stop_token_ids", message.stop_token_ids, limits.max_stop_token_ids)
+    check_num("sampling.logit_bias", message.logit_bias, limits.max_logit_bias)
     default = SamplingParams()
     has = message.HasField
     return SamplingParams(
@@ -97,25 +106,27 @@ def _grammar(message: pb.ResponseFormat) -> str:
             return ""
 
 
-def tokenize_prompt_from_proto(request: pb.TokenizeRequest) -> TextPrompt | ChatPrompt:
+def tokenize_prompt_from_proto(
+    request: pb.TokenizeRequest, limits: RequestLimits
+) -> TextPrompt | ChatPrompt:
     """What is to be tokenized."""
     match request.WhichOneof("prompt"):
         case "text":
             return _text_prompt(request)
         case "chat":
-            return ChatPrompt(_chat_messages(request.chat))
+            return ChatPrompt(_chat_messages(request.chat, limits))
         case _:
             raise InvalidArgument("prompt", "one of text and chat must be set")
 
 
-def _prompt_from_proto(request: pb.GenerateRequest) -> Prompt:
+def _prompt_from_proto(request: pb.GenerateRequest, limits: RequestLimits) -> Prompt:
     match request.WhichOneof("prompt"):
         case "text":
             return _text_prompt(request)
         case "token_ids":
             return TokenPrompt(list(request.token_ids.ids))
         case "chat":
-            return ChatPrompt(_chat_messages(request.chat))
+            return ChatPrompt(_chat_messages(request.chat, limits))
         case _:
             raise InvalidArgument("prompt", "one of text, token_ids and chat must be set")
 
@@ -125,7 +136,8 @@ def _text_prompt(request: pb.GenerateRequest | pb.TokenizeRequest) -> TextPrompt
     return TextPrompt(request.text, unset or request.add_special_tokens)
 
 
-def _chat_messages(chat: pb.Chat) -> list[ChatMessage]:
+def _chat_messages(chat: pb.Chat, limits: RequestLimits) -> list[ChatMessage]:
+    check_num("chat.messages", chat.messages, limits.max_messages)
     return [{"role": message.role, "content": message.content} for message in chat.messages]
 
 

@@ -5,12 +5,12 @@ neither crash a step nor give a NaN.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 
 from ..protos.errors import InvalidArgument
 from ..protos.messages import AdmissionClass, ModelCard, SamplingParams
-from .generation import GenerateCall
+from .generation import ChatPrompt, GenerateCall
 
 MAX_SEED = 2**64 - 1
 
@@ -26,12 +26,15 @@ class RequestLimits:
     max_stop_characters: int = 4096
     max_stop_token_ids: int = 256
     max_logit_bias: int = 1024
+    max_messages: int = 8192
     max_name_characters: int = 256
 
 
 def check_call(call: GenerateCall, limits: RequestLimits) -> None:
     """All that can be said before the model is known."""
     _check_sampling(call.sampling, limits)
+    if isinstance(call.prompt, ChatPrompt):
+        check_num("chat.messages", call.prompt.messages, limits.max_messages)
     for field, value in (("request_id", call.request_id), ("cache_salt", call.cache_salt)):
         check_text(field, value)
         if len(value) > limits.max_name_characters:
@@ -65,6 +68,12 @@ def check_token_ids(field: str, token_ids: Sequence[int], card: ModelCard) -> No
         return
     wrong = next(i for i in token_ids if not 0 <= i < card.vocab_size)
     raise InvalidArgument(field, f"{wrong} is no token id of {card.model} (0 to {card.vocab_size})")
+
+
+def check_num(field: str, entries: Sized, max_num: int) -> None:
+    """Looks at no entry, so that a front can ask before it copies them."""
+    if len(entries) > max_num:
+        raise InvalidArgument(field, f"more than {max_num} entries")
 
 
 def check_text(field: str, text: str) -> None:
@@ -103,8 +112,7 @@ def _check_sampling(sampling: SamplingParams, limits: RequestLimits) -> None:
     _check_distribution(sampling)
     _check_stops(sampling, limits)
     _check_beams(sampling, limits)
-    if len(sampling.logit_bias) > limits.max_logit_bias:
-        raise InvalidArgument("sampling.logit_bias", f"more than {limits.max_logit_bias} entries")
+    check_num("sampling.logit_bias", sampling.logit_bias, limits.max_logit_bias)
     for _, bias in sampling.logit_bias:
         _check_range("sampling.logit_bias", bias, -100.0, 100.0)
 
@@ -137,8 +145,7 @@ def _check_distribution(sampling: SamplingParams) -> None:
 def _check_stops(sampling: SamplingParams, limits: RequestLimits) -> None:
     if isinstance(sampling.stop, str):  # each of its characters would count as one
         raise InvalidArgument("sampling.stop", "must be a tuple of strings, is a string")
-    if len(sampling.stop) > limits.max_stop_strings:
-        raise InvalidArgument("sampling.stop", f"more than {limits.max_stop_strings} strings")
+    check_num("sampling.stop", sampling.stop, limits.max_stop_strings)
     if sum(map(len, sampling.stop)) > limits.max_stop_characters:
         raise InvalidArgument(
             "sampling.stop", f"more than {limits.max_stop_characters} characters in all"
@@ -147,8 +154,7 @@ def _check_stops(sampling: SamplingParams, limits: RequestLimits) -> None:
         if not stop:
             raise InvalidArgument("sampling.stop", "a stop string is empty")
         check_text("sampling.stop", stop)
-    if len(sampling.stop_token_ids) > limits.max_stop_token_ids:
-        raise InvalidArgument("sampling.stop_token_ids", f"more than {limits.max_stop_token_ids}")
+    check_num("sampling.stop_token_ids", sampling.stop_token_ids, limits.max_stop_token_ids)
 
 
 def _check_beams(sampling: SamplingParams, limits: RequestLimits) -> None:
