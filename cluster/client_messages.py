@@ -139,6 +139,8 @@ def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
 
 
 def _sampling(sampling: SamplingParams) -> pb.Sampling:
+    if isinstance(sampling.stop, str):  # each of its characters would go out as one
+        raise InvalidArgument("sampling.stop", "must be a tuple of strings, is a string")
     return pb.Sampling(
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
@@ -176,10 +178,13 @@ def _chat(chat: Chat) -> pb.Chat:
 def tokenize_request(
     prompt: str | Chat, model: str, add_special_tokens: bool
 ) -> pb.TokenizeRequest:
-    """A prompt to tokenize."""
-    if isinstance(prompt, Chat):
-        return pb.TokenizeRequest(model=model, chat=_chat(prompt))
-    return pb.TokenizeRequest(model=model, text=prompt, add_special_tokens=add_special_tokens)
+    """A prompt to tokenize. InvalidArgument for what no message can hold."""
+    try:
+        if isinstance(prompt, Chat):
+            return pb.TokenizeRequest(model=model, chat=_chat(prompt))
+        return pb.TokenizeRequest(model=model, text=prompt, add_special_tokens=add_special_tokens)
+    except ValueError as error:  # lone surrogates
+        raise InvalidArgument("request", str(error)) from error
 
 
 def caller_metadata(tenant: str, api_key: str | None) -> Metadata:

@@ -155,11 +155,21 @@ async def test_errors_are_those_of_the_tree(front, client):
 
 @pytest.mark.parametrize(
     ("prompt", "sampling"),
-    [("lone \ud83d", None), ([-1], None), ("x", SamplingParams(max_tokens=-1))],
+    [
+        ("lone \ud83d", None),
+        ([-1], None),
+        ("x", SamplingParams(max_tokens=-1)),
+        ("x", SamplingParams(stop="abc")),
+    ],
 )
 async def test_what_no_message_can_hold_is_invalid(client, prompt, sampling):
     with pytest.raises(errors.InvalidArgument):
         await client.generate(prompt, sampling)
+
+
+async def test_a_lone_surrogate_cannot_be_tokenized(client):
+    with pytest.raises(errors.InvalidArgument):
+        await client.tokenize("lone \ud83d")
 
 
 async def test_nobody_there_is_unavailable():
