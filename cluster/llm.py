@@ -8,12 +8,13 @@ Knows the engine and the tokenizer; what it does is what a gateway does, without
 """
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Self, TypedDict, Unpack, cast
+from typing import Self, SupportsIndex, TypedDict, Unpack, cast
 from uuid import uuid4
 
 from rich.progress import Progress
@@ -294,8 +295,16 @@ class LLM:
                 return self._tokenizer.encode(text, add_special_tokens=False), "chat"
 
 
-def _as_prompt(prompt: str | Sequence[int]) -> Prompt:
-    return TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt)
+def _as_prompt(prompt: str | Iterable[SupportsIndex]) -> Prompt:
+    """Token ids may be those of an array, whose elements are no ints."""
+    if isinstance(prompt, str):
+        return TextPrompt(prompt)
+    try:
+        return TokenPrompt([index(token_id) for token_id in prompt])
+    except TypeError as error:
+        raise TypeError(
+            f"a prompt is a text or token ids, not {type(prompt).__name__}: {error}"
+        ) from error
 
 
 def _as_list(

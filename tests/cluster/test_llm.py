@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tiny_model import make_tiny_model
 
@@ -118,6 +119,19 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(
         llm.generate(prompts, sampling)
     assert refusal.value.field == field
     assert llm.stats().steps == steps
+
+
+def test_an_array_of_token_ids_is_a_prompt(llm: LLM) -> None:
+    (listed,) = llm.generate([[5, 6, 7]], GREEDY)
+    (array,) = llm.generate([np.array([5, 6, 7])], GREEDY)
+    assert array.prompt_token_ids == (5, 6, 7)
+    assert array.token_ids == listed.token_ids
+
+
+@pytest.mark.parametrize("prompt", [None, [1.5], 7])
+def test_what_is_no_prompt_is_a_type_error(llm: LLM, prompt: object) -> None:
+    with pytest.raises(TypeError, match="a text or token ids"):
+        llm.generate([prompt])
 
 
 def test_no_prompts_no_completions(llm: LLM) -> None:
