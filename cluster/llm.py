@@ -19,7 +19,7 @@ from uuid import uuid4
 
 from rich.progress import Progress
 
-from ..protos.errors import InvalidArgument
+from ..protos.errors import InvalidArgument, Unavailable
 from ..protos.messages import (
     EngineRequest,
     FinishReason,
@@ -235,10 +235,20 @@ class LLM:
             for collector in collectors:
                 self._engine.submit(collector.request, sink)
             self._collect({c.request.request_key: c for c in collectors}, deltas, progress)
+        except Unavailable:
+            self._raise_failure()
+            raise
         finally:  # Ctrl-C: nothing goes on in the background
             for collector in collectors:
                 self._engine.cancel(collector.request.request_key)
+        self._raise_failure()
         return [collector.completion() for collector in collectors]
+
+    def _raise_failure(self) -> None:
+        """A replica would be built anew after a failed step; here that is the caller's choice."""
+        failure = self._engine.failure
+        if failure is not None:
+            raise Unavailable(f"the engine failed ({failure}): make a new LLM") from failure
 
     def _collect(
         self,

@@ -10,6 +10,7 @@ requests. What is started here ends here, whatever happened in between.
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
@@ -78,9 +79,28 @@ def running_cluster(config: ClusterConfig, on_progress: OnProgress) -> Generator
     A start that fails raises CommandError, and what had been started is gone by then.
     """
     on_progress("starting Ray" if config.address is None else f"joining Ray at {config.address}")
+    if config.address is None:
+        check_ports(config)
     num_cpus = max(os.cpu_count() or 1, config.num_replicas * config.tp)
     with ray_session(config.address, num_cpus), started_cluster(config, on_progress) as cluster:
         yield cluster
+
+
+def check_ports(config: ClusterConfig) -> None:
+    """Refuse what the gateway could not listen on before any time goes into loading models.
+
+    Only of use on this machine: on a cluster that runs already the gateway may be elsewhere.
+    """
+    for flag, port in (("--grpc-port", config.grpc_port), ("--http-port", config.http_port)):
+        if not port:
+            continue  # the system chooses a free one
+        try:
+            family = socket.getaddrinfo(config.host, port, type=socket.SOCK_STREAM)[0][0]
+            socket.create_server((config.host, port), family=family).close()
+        except OSError as error:
+            raise CommandError(
+                f"{flag} {port}: cannot listen on {config.host}: {error.strerror or error}"
+            ) from error
 
 
 @contextmanager

@@ -10,9 +10,10 @@ import pytest
 from tiny_model import make_tiny_model
 
 from pagefleet.cluster.llm import LLM, EngineOptions
-from pagefleet.protos.errors import InvalidArgument
+from pagefleet.protos.errors import InvalidArgument, Unavailable
 from pagefleet.protos.messages import FinishReason, SamplingParams
 from pagefleet.workers.config import WorkerConfig
+from pagefleet.workers.model_runner import ModelRunner
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
@@ -155,6 +156,19 @@ def test_an_interrupted_call_leaves_nothing_running(
         llm.generate(["a", "b"], dataclasses.replace(GREEDY, max_tokens=1000))
     stats = llm.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
+
+
+def test_a_failed_step_ends_the_call_and_says_what_to_do(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    with LLM(str(model), num_blocks=64, num_threads=1) as broken:
+        monkeypatch.setattr(ModelRunner, "execute", fail)
+        for _ in range(2):
+            with pytest.raises(Unavailable, match=r"device is gone.*make a new LLM"):
+                broken.generate(["a", "b"], GREEDY)
 
 
 def test_a_pool_so_small_that_it_preempts_changes_no_token(model: Path, llm: LLM) -> None:
