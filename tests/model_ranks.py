@@ -1,6 +1,8 @@
 """What the ranks of tests/workers/test_tensor_parallel.py do. Module-level, so that they can be
 sent to other processes."""
 
+import ctypes
+import gc
 import os
 import signal
 import threading
@@ -159,6 +161,9 @@ def load_and_weigh(
     warm = load_rank(0, 1, folder, "", kernels, {})  # libraries and their threads
     warm.close()
     del warm
+    # What the warm-up leaves in the allocator would be taken again unseen, or given back late.
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     before = _anonymous_bytes()
     watcher = threading.Thread(target=watch)
     watcher.start()

@@ -32,6 +32,7 @@ from ..scheduler.output import (
 from .block_storage import BlockLayout, BlockStorage
 from .config import WorkerConfig
 from .grammar import GrammarTokenizer
+from .heap import unfragmented_heap
 from .input_batch import InputBatch
 from .loader import CheckpointSource, Progress, StoredWeights, open_model, resolve_folder
 from .memory import PROMPT_LOGITS_BYTES, MemoryPartition, plan_memory
@@ -138,9 +139,10 @@ class ModelRunner:
         backend = select_backend(device, dtype, config.deterministic)
         plan = _shard_plan(model, spec, folder)
         shard = local_config(model, plan)
-        decoder, weights = _load_decoder(
-            model, plan, checkpoint, dtype, device, backend, max_context, ranks, progress
-        )
+        with unfragmented_heap():
+            decoder, weights = _load_decoder(
+                model, plan, checkpoint, dtype, device, backend, max_context, ranks, progress
+            )
         ranks.messages.barrier(spec.start_timeout_s)  # disks differ in speed
         # Logits are whole on the leader; all else is the rank's part.
         sized = replace(shard, vocab_size=model.vocab_size)
