@@ -40,7 +40,7 @@ def ray_session(address: str | None, num_cpus: int | None = None) -> Generator[N
     # Short: sockets lie below it, and their paths may have 107 bytes at most.
     folder = Path(tempfile.mkdtemp(prefix="pagefleet-", dir=_short_tmp()))
     try:
-        with _own_signal_handler():
+        with _signals_held():
             if address is None:
                 _start(folder, num_cpus)
             else:
@@ -52,16 +52,25 @@ def ray_session(address: str | None, num_cpus: int | None = None) -> Generator[N
 
 
 @contextmanager
-def _own_signal_handler() -> Generator[None]:
-    """`ray.init` takes SIGTERM for itself; afterwards it is this process's again."""
+def _signals_held() -> Generator[None]:
+    """Ctrl-C in the middle of `ray.init` can crash it and leave its processes behind: it is acted
+    on right after. `ray.init` takes SIGTERM for itself; afterwards it is this process's again.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handler = signal.getsignal(signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.getsignal(number) or signal.SIG_DFL for number in numbers]
+    held: list[int] = []
+    for number in numbers:
+        signal.signal(number, lambda signum, frame: held.append(signum))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        for number, handler in zip(numbers, handlers, strict=True):
+            signal.signal(number, handler)
+        if held:
+            signal.raise_signal(held[0])
 
 
 def on_this_node(*, soft: bool) -> NodeAffinitySchedulingStrategy:

@@ -1,5 +1,7 @@
 """Starting Ray where it fails; the rest needs Ray itself and is tested with whole clusters."""
 
+import signal
+
 import pytest
 import ray
 
@@ -19,3 +21,28 @@ def test_a_node_that_is_too_slow_twice_is_one_error(monkeypatch: pytest.MonkeyPa
     with pytest.raises(CommandError, match="timed out during startup"), ray_session(None):
         pass
     assert len(folders) == len(set(folders)) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_ray_starts_is_acted_on_afterwards(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    events: list[str] = []
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    def init(**options: object) -> None:
+        signal.raise_signal(number)
+        events.append("started")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: events.append("shut down"))
+    before = signal.signal(number, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt), ray_session(None):
+            events.append("used")
+        assert signal.getsignal(number) is interrupt
+    finally:
+        signal.signal(number, before)
+    assert events == ["started", "shut down"]
