@@ -17,7 +17,7 @@ namespace pagefleet {
 namespace PF_ISA {
 
 constexpr long kRowsPerBlock = 20 * kMaxRows;  // rows that share one pass over a weight panel
-constexpr long kDepth = 2048;                  // of k at a time, so that a panel part stays in L2
+constexpr long kDepth = 256;                   // of k in one chain of sums; a panel part fits in L1
 constexpr long kWideGroups = 6;                // groups from which narrow weights are widened first
 constexpr double kSerialWork = 3e5;            // multiply-adds below which threads do not pay
 
@@ -168,9 +168,8 @@ struct Inputs {
     interleave_rows(x, k, rows, k, target);
     for (long i = k * rows; i < depth * rows; i++) target[i] = 0;
   }
-  static void multiply(int rows, const float* a, const W* panel, long depth, float* sums,
-                       bool accumulate) {
-    panel_product_for<W>(rows)(a, panel, depth, sums, kPanel, accumulate);
+  static void multiply(int rows, const float* a, const W* panel, long depth, float* sums) {
+    panel_product_for<W>(rows)(a, panel, depth, sums, kPanel, false);
   }
 };
 
@@ -194,9 +193,8 @@ struct Inputs<bf16, uint32_t> {
       }
     }
   }
-  static void multiply(int rows, const float* a, const uint32_t* panel, long depth, float* sums,
-                       bool accumulate) {
-    panel_dot_for(rows)((const uint32_t*)a, panel, depth / 2, sums, kPanel, accumulate);
+  static void multiply(int rows, const float* a, const uint32_t* panel, long depth, float* sums) {
+    panel_dot_for(rows)((const uint32_t*)a, panel, depth / 2, sums, kPanel, false);
   }
 };
 #endif
@@ -243,11 +241,18 @@ struct Product {
     }
   }
 
+  static void add_sums(const float* chain, int count, float* target) {
+    for (long i = 0; i < count * kPanel; i += kWidth) {
+      store(target + i, add(load(target + i), load(chain + i)));
+    }
+  }
+
   static Vec load_part_or_all(const float* p, long left) {
     return left >= kWidth ? load(p) : load_part(p, left);
   }
 
-  // One panel of columns for one block of row groups.
+  // One panel of columns for one block of row groups. Long sums are sums of chains of kDepth: a
+  // chain's rounding error grows with its length, and the same cuts for all keep rows alike.
   void multiply_panel(const RowGroups& groups, long group_begin, long group_end, long panel,
                       float* sums, float* wide) const {
     const W* weights = packed + panel * panel_size<W>(k);
@@ -263,11 +268,14 @@ struct Product {
         int count = groups.size(g);
         const float* a = inputs_of(groups, g) + Inputs<T, W>::words(from) * count;
         float* target = sums + (groups.begin(g) - first_row) * kPanel;
+        float chain[kMaxRows * kPanel];
+        float* result = from > 0 ? chain : target;
         if (widened) {
-          panel_product_for<float>(count)(a, wide, length, target, kPanel, from > 0);
+          panel_product_for<float>(count)(a, wide, length, result, kPanel, false);
         } else {
-          Inputs<T, W>::multiply(count, a, part, length, target, from > 0);
+          Inputs<T, W>::multiply(count, a, part, length, result);
         }
+        if (from > 0) add_sums(chain, count, target);
       }
     }
     write_rows(first_row, groups.begin(group_end) - first_row, panel, sums);

@@ -11,6 +11,9 @@ from factories import LlamaShape, convert_stories260k, find_stories260k, make_ll
 from model_driver import all_logits, load_runner, random_prompt
 from transformers import AutoModelForCausalLM
 
+from pagefleet.cluster import default_model
+from pagefleet.cluster.tokenizer import Tokenizer
+
 LLAMA3_ROPE: dict[str, object] = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -29,6 +32,12 @@ SHAPES = {
     "linear-rope": LlamaShape(rope_scaling={"rope_type": "linear", "factor": 4.0}),
     "old-rope-key": LlamaShape(rope_scaling={"type": "linear", "factor": 2.0}),
 }
+
+TEXTS = (
+    "What is the capital of France?",
+    "Water boils at a lower temperature on a mountain, because the air presses less on it.",
+    "def mean(values):\n    return sum(values) / len(values)\n\n" * 4,
+)
 
 
 @torch.inference_mode()
@@ -85,6 +94,22 @@ def test_logits_of_a_trained_model_equal_transformers(tmp_path: Path, kernels: s
     expected = transformers_logits(folder, prompts)
     for found, wanted in zip(all_logits(load_runner(folder), prompts, 64), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0.0, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_logits_of_the_default_model_equal_transformers(kernels: str) -> None:
+    if not default_model.is_cached():
+        pytest.skip("the default model was not fetched")
+    folder = default_model.folder()
+    # What people ask: random ids drive a trained model to logits where float32 itself is coarser.
+    tokenizer = Tokenizer.load(folder)
+    prompts = [tokenizer.encode(text) for text in TEXTS]
+    expected = transformers_logits(folder, prompts)
+    for chunk in (7, 64):
+        for found, wanted in zip(
+            all_logits(load_runner(folder), prompts, chunk), expected, strict=True
+        ):
+            torch.testing.assert_close(found, wanted, rtol=0.0, atol=1e-4)
 
 
 def test_bfloat16_is_near_float32(tmp_path: Path, kernels: str) -> None:
