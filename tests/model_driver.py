@@ -108,7 +108,16 @@ def drain(runner: ModelRunner, scheduler: Scheduler) -> dict[tuple[str, int], An
             scheduler.update(output, runner.execute(output), now=float(steps))
         scheduler.check_integrity()
         collect(scheduler, answers)
+    while has_open_copies(scheduler):  # the runner serves other schedulers after this one
+        assert time.monotonic() < deadline, "a copy does not come to an end"
+        scheduler.copies_done(runner.poll_copies())
     return answers
+
+
+def has_open_copies(scheduler: Scheduler) -> bool:
+    """Blocks stay fenced while a copy touches them."""
+    stats = scheduler.stats()
+    return bool(stats.device.fenced or stats.host.fenced)
 
 
 def collect(scheduler: Scheduler, answers: dict[tuple[str, int], Answer]) -> None:

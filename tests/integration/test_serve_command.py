@@ -1,6 +1,7 @@
 """`pagefleet serve` as a user runs it: its own process, its own Ray, and a clean end."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -76,6 +77,7 @@ def test_serve_answers_and_ends_with_zero(serving: subprocess.Popen[str]):
 
 def test_serve_that_cannot_start_says_why_and_leaves_nothing(tiny_model: Path, tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
+    shutil.copy(tiny_model / "tokenizer.json", tmp_path)
     command = [*SERVE, "--model", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == 1
