@@ -3,8 +3,11 @@
 Knows the public message of `GetClusterState` and rich.
 """
 
-import time
-from contextlib import suppress
+import signal
+from collections.abc import Generator
+from contextlib import contextmanager
+from threading import Event
+from types import FrameType
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
@@ -36,15 +39,35 @@ def message_as_json(message: Message) -> dict[str, object]:
 
 def watch(target: str, period_s: float, console: Console) -> None:
     """Show the cluster's state until interrupted; in a pipe, one below the other."""
-    with Client(target) as client, suppress(KeyboardInterrupt):
+    with Client(target) as client, _interruption() as interrupted:
         if not console.is_terminal:
-            while True:
+            console.print(status_view(client.cluster_state()), "")
+            while not interrupted.wait(period_s):
                 console.print(status_view(client.cluster_state()), "")
-                time.sleep(period_s)
+            return
         with Live(status_view(client.cluster_state()), console=console, screen=True) as live:
-            while True:
-                time.sleep(period_s)
+            while not interrupted.wait(period_s):
                 live.update(status_view(client.cluster_state()))
+
+
+@contextmanager
+def _interruption() -> Generator[Event]:
+    """Set by the first Ctrl-C: an exception could be raised, and lost, in a callback of gRPC.
+
+    The second one interrupts as ever, should a call not come back.
+    """
+    interrupted = Event()
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def status_view(state: pb.GetClusterStateResponse) -> Group:
