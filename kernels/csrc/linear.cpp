@@ -194,7 +194,7 @@ struct Inputs<bf16, uint32_t> {
     }
   }
   static void multiply(int rows, const float* a, const uint32_t* panel, long depth, float* sums) {
-    panel_dot_for(rows)((const uint32_t*)a, panel, depth / 2, sums, kPanel, false);
+    panel_dot_for(rows)((const uint32_t*)a, panel, depth / 2, sums, kPanel);
   }
 };
 #endif

@@ -151,10 +151,9 @@ static void widen_panel(const int8_t* panel, long k, float* out) {
 
 // Both sides bfloat16, two elements of k to a word: a[k / 2][m] times panel[k / 2][0..kPanel).
 template <int ROWS>
-static void panel_dot(const uint32_t* a, const uint32_t* panel, long words, float* c, long ldc,
-                      bool accumulate) {
+static void panel_dot(const uint32_t* a, const uint32_t* panel, long words, float* c, long ldc) {
   Vec sums[ROWS][2];
-  load_sums<ROWS, 2>(sums, c, ldc, accumulate);
+  load_sums<ROWS, 2>(sums, c, ldc, false);
   for (long i = 0; i < words; i++) {
     __m512bh left = (__m512bh)_mm512_loadu_si512(panel);
     __m512bh right = (__m512bh)_mm512_loadu_si512(panel + kWidth);
@@ -172,7 +171,7 @@ static void panel_dot(const uint32_t* a, const uint32_t* panel, long words, floa
   store_sums<ROWS, 2>(sums, c, ldc);
 }
 
-using PanelDot = void (*)(const uint32_t*, const uint32_t*, long, float*, long, bool);
+using PanelDot = void (*)(const uint32_t*, const uint32_t*, long, float*, long);
 
 static PanelDot panel_dot_for(int rows) {
   static const PanelDot kernels[] = {
