@@ -274,6 +274,7 @@ class Controller:
             expired=sum(pool.stats.expired for pool in pools),
             policy=self.config.policy,
             uptime_s=now - self._started_at,
+            oldest_wait_s=max((pool.queue.oldest_wait_s(now) for pool in pools), default=0.0),
         )
 
     def explain(self, request: ReserveRequest, now: float) -> Explanation | Refused:

@@ -15,8 +15,9 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import ray
 from ray.actor import ActorHandle
@@ -33,6 +34,7 @@ from ..protos.messages import (
     ReserveRequest,
     Ticket,
 )
+from .call_times import CallClock
 from .controller import DRAIN_S, Controller, ControllerConfig
 from .ray_runtime import on_this_node
 
@@ -63,6 +65,7 @@ class ControllerService:
         self._clock = clock
         self._on_dead = on_dead
         self._lock = threading.Lock()
+        self._calls = CallClock()
         self._controller = Controller(config, rng or random.Random(), clock())
         self._asked_at = clock()
         self._frozen_s = 0.0
@@ -76,14 +79,14 @@ class ControllerService:
 
     @ray.method(concurrency_group="reports")
     async def report(self, report: ReplicaReport) -> ReportReply:
-        with self._lock:
+        with self._deciding("report"):
             reply = self._controller.report(report, self._now())
             self._wake_pollers()
         return reply
 
     @ray.method(concurrency_group="reserve")
     async def reserve(self, request: ReserveRequest) -> Lease | Ticket | Refused:
-        with self._lock:
+        with self._deciding("reserve"):
             answer = self._controller.reserve(request, self._now())
             self._wake_pollers()
         return answer
@@ -92,7 +95,7 @@ class ControllerService:
     async def release(
         self, request_key: str, attempt: int, output_tokens: int | None = None
     ) -> None:
-        with self._lock:
+        with self._deciding("release"):
             self._controller.release(request_key, attempt, self._now(), output_tokens)
             self._wake_pollers()
 
@@ -123,7 +126,8 @@ class ControllerService:
 
     async def cluster_state(self) -> ClusterState:
         with self._lock:
-            return self._controller.cluster_state(self._now())
+            state = self._controller.cluster_state(self._now())
+            return replace(state, calls=self._calls.stats())
 
     async def explain(self, request: ReserveRequest) -> Explanation | Refused:
         with self._lock:
@@ -162,7 +166,7 @@ class ControllerService:
 
     def tick(self) -> float:
         """What time brings about; returns the seconds until the next tick is due."""
-        with self._lock:
+        with self._deciding("tick"):
             now = self._now()
             dead = self._controller.tick(now)
             self._dead.extend(dead)
@@ -180,6 +184,16 @@ class ControllerService:
         """Tick for ever."""
         while True:
             await asyncio.sleep(self.tick())
+
+    @contextmanager
+    def _deciding(self, call: str) -> Generator[None]:
+        """Under the lock; how long it is held for is counted, the wait for it is not."""
+        with self._lock:
+            began = time.perf_counter()
+            try:
+                yield
+            finally:
+                self._calls.add(call, time.perf_counter() - began)
 
     def _now(self) -> float:
         """The clock, less the time in which this process did not run. Called under the lock."""

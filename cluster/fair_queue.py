@@ -91,6 +91,11 @@ class FairQueue:
         """Who came first of those who wait."""
         return next(iter(self._by_key.values()), None)
 
+    def oldest_wait_s(self, now: float) -> float:
+        """How long that one has waited; 0 where nobody waits."""
+        oldest = self.longest_waiting()
+        return 0.0 if oldest is None else now - oldest.arrived_at
+
     @property
     def num_rows(self) -> int:
         """Rows of the arrays, free ones included."""

@@ -80,6 +80,11 @@ class LeaseTable:
             yield from leases.granted.values()
             yield from leases.listed.values()
 
+    def num_of_slot(self, slot: int) -> int:
+        """How many leases a replica has."""
+        leases = self._slots.get(slot)
+        return 0 if leases is None else len(leases.granted) + len(leases.listed)
+
     def promised(self, slot: int) -> int:
         """What the listed leases of a replica still may take."""
         leases = self._slots.get(slot)

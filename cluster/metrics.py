@@ -1,18 +1,18 @@
 """What a gateway counts and what it tells Prometheus, in the field's names.
 
 Requests, tokens and latencies are counted here as they happen; blocks, leases and queues are the
-controller's and come in with each scrape. Knows no HTTP: who serves the text asks `render`.
+controller's and come in with each scrape (`cluster_metrics`). Knows no HTTP: who serves the text
+asks `render`. METRICS.md lists every name.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from ..protos.errors import PagefleetError
-from ..protos.messages import BlockCounts, ClusterState, ReplicaState, ReplicaStatus
+from ..protos.messages import ClusterState
+from .cluster_metrics import ClusterCollector
 from .generation import GenerationUsage, OutputDelta
 
 _TTFT_BUCKETS = (
@@ -28,9 +28,6 @@ _REQUEST_BUCKETS = (
     *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0),
 )
 _LENGTH_BUCKETS = tuple(float(2**power) for power in range(18))
-
-_PLACE = ("model_name", "replica")
-_Families = dict[str, GaugeMetricFamily | CounterMetricFamily]
 
 
 class GatewayMetrics:
@@ -188,109 +185,3 @@ class RequestMeter:
             "first_token_s": round(min(first), 6) if first else None,
             "total_s": round(max(usage.total_s for usage in usages), 6) if usages else None,
         }
-
-
-class ClusterCollector(Collector):
-    """The controller's figures as metrics; made anew at each scrape, nothing is kept."""
-
-    def __init__(self) -> None:
-        self.state: ClusterState | None = None
-
-    def collect(self) -> Iterator[Metric]:
-        """See Collector."""
-        up = GaugeMetricFamily("pagefleet_controller_up", "1 if the controller answered")
-        up.add_metric([], 0.0 if self.state is None else 1.0)
-        yield up
-        if self.state is not None:
-            yield from _queue_families(self.state)
-            yield from _replica_families(self.state.replicas)
-
-
-def _queue_families(state: ClusterState) -> Iterator[Metric]:
-    for name, text, value in (
-        ("queued_requests", "Requests waiting in the controller", state.queued_requests),
-        ("queued_tokens", "Known tokens of those", state.queued_tokens),
-        ("controller_uptime_seconds", "Since the controller started", state.uptime_s),
-    ):
-        yield GaugeMetricFamily(f"pagefleet_{name}", text, value=value)
-    for name, text, value in (
-        ("leases_granted", "Leases granted", state.granted),
-        ("requests_refused", "Requests refused by the controller", state.refused),
-        ("requests_expired", "Deadlines that passed in the queue", state.expired),
-    ):
-        yield CounterMetricFamily(f"pagefleet_{name}", text, value=value)
-
-
-def _replica_families(replicas: tuple[ReplicaStatus, ...]) -> Iterator[Metric]:
-    families = _make_families()
-    for replica in replicas:
-        _add_blocks(families["kv_blocks"], replica, "device", replica.device)
-        _add_blocks(families["kv_blocks"], replica, "host", replica.host)
-        place = [replica.model, replica.replica_id]
-        for state in ReplicaState:
-            is_in = float(replica.state is state)
-            families["replica_state"].add_metric([*place, state.value], is_in)
-        recompute = replica.preemptions - replica.preemptions_swap
-        families["num_preemptions"].add_metric([*place, "recompute"], recompute)
-        families["num_preemptions"].add_metric([*place, "swap"], replica.preemptions_swap)
-        for name, value in _plain_values(replica):
-            families[name].add_metric(place, value)
-    yield from families.values()
-
-
-def _plain_values(replica: ReplicaStatus) -> Iterator[tuple[str, float]]:
-    """Figures with one value per replica."""
-    device = replica.device
-    used = device.referenced + device.fenced
-    yield "kv_cache_usage_perc", used / device.total if device.total else 0.0
-    yield "leased_blocks", replica.leased_blocks
-    yield "available_blocks", replica.available_blocks
-    yield "num_requests_running", replica.num_running
-    yield "num_requests_waiting", replica.num_waiting
-    yield "prefix_cache_queries", replica.query_tokens
-    yield "prefix_cache_hits", replica.hit_tokens
-    yield "steps", replica.steps_done
-    yield "copy_bandwidth_bytes_per_second", replica.copy_bytes_per_s
-    yield "prefill_tokens_per_second", replica.prefill_tokens_per_s
-    yield "decode_step_seconds", replica.decode_step_s
-    if replica.report_age_s is not None:
-        yield "report_age_seconds", replica.report_age_s
-
-
-def _make_families() -> _Families:
-    gauges = (
-        ("kv_blocks", "Blocks of a tier by state", ("tier", "state")),
-        ("replica_state", "1 for the state that a replica is in", ("state",)),
-        ("kv_cache_usage_perc", "Share of device blocks in use, 0 to 1", ()),
-        ("leased_blocks", "Blocks that leases still may take", ()),
-        ("available_blocks", "Blocks that a new lease could have", ()),
-        ("num_requests_running", "Sequences in the running batch", ()),
-        ("num_requests_waiting", "Requests waiting at the replica", ()),
-        ("copy_bandwidth_bytes_per_second", "Between the tiers, as measured", ()),
-        ("prefill_tokens_per_second", "As measured", ()),
-        ("decode_step_seconds", "As measured", ()),
-        ("report_age_seconds", "Since the replica's last report", ()),
-    )
-    counters = (
-        ("num_preemptions", "Preemptions by policy", ("policy",)),
-        ("prefix_cache_queries", "Prompt tokens looked up in the cache", ()),
-        ("prefix_cache_hits", "Prompt tokens found in the cache", ()),
-        ("steps", "Engine steps, and seconds of idleness", ()),
-    )
-    families: _Families = {}
-    for name, text, labels in gauges:
-        families[name] = GaugeMetricFamily(f"pagefleet_{name}", text, labels=(*_PLACE, *labels))
-    for name, text, labels in counters:
-        families[name] = CounterMetricFamily(f"pagefleet_{name}", text, labels=(*_PLACE, *labels))
-    return families
-
-
-def _add_blocks(
-    family: GaugeMetricFamily | CounterMetricFamily,
-    replica: ReplicaStatus,
-    tier: str,
-    counts: BlockCounts,
-) -> None:
-    for state in ("clean", "cached_idle", "referenced", "fenced"):
-        labels = [replica.model, replica.replica_id, tier, state]
-        family.add_metric(labels, getattr(counts, state))

@@ -135,6 +135,7 @@ class ReplicaPool:
                 now,
                 index.num_held(view.slot, Tier.DEVICE),
                 index.num_held(view.slot, Tier.HOST),
+                self.leases.num_of_slot(view.slot),
             )
             for view in self.replicas.values()
         ]

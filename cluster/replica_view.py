@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ..protos.messages import (
     BlockCounts,
     ModelCard,
+    ReplicaCounters,
     ReplicaInfo,
     ReplicaReport,
     ReplicaState,
@@ -215,7 +216,9 @@ class ReplicaView:
         columns.prefill_tokens[slot] = waiting_tokens
         columns.work_end[slot] = self._work_end(now)
 
-    def status(self, now: float, indexed_device: int, indexed_host: int) -> ReplicaStatus:
+    def status(
+        self, now: float, indexed_device: int, indexed_host: int, num_leases: int
+    ) -> ReplicaStatus:
         """The replica for status pages."""
         report = self.report
         return ReplicaStatus(
@@ -242,6 +245,8 @@ class ReplicaView:
             copy_bytes_per_s=report.copy_bytes_per_s if report else 0.0,
             prefill_tokens_per_s=self._prefill_rate,
             decode_step_s=report.decode_step_s if report else 0.0,
+            num_leases=num_leases,
+            counters=report.counters if report else ReplicaCounters(),
         )
 
     @property

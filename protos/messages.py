@@ -231,6 +231,31 @@ class RouteEvents:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaCounters:
+    """What has happened in one incarnation so far, for metrics; nothing is decided by them.
+
+    blocks_evicted, host_blocks_evicted: content dropped to make room. blocks_stored,
+    blocks_loaded: copied to and from the host tier. One count per way to meet exhaustion:
+    admissions_deferred, rows_held, swaps_refused, queue_full, leases_refused, kv_exhausted.
+    """
+
+    blocks_evicted: int = 0
+    host_blocks_evicted: int = 0
+    blocks_stored: int = 0
+    blocks_loaded: int = 0
+    copies_failed: int = 0
+    copies_on_write: int = 0
+    collisions_refused: int = 0
+    expired: int = 0
+    admissions_deferred: int = 0
+    rows_held: int = 0
+    swaps_refused: int = 0
+    queue_full: int = 0
+    leases_refused: int = 0
+    kv_exhausted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaReport:
     """Leader → controller: counts, ledger, speed, and what became or ceased to be resident.
 
@@ -271,6 +296,7 @@ class ReplicaReport:
     draining: bool = False
     step_p99_s: float = 0.0
     preemptions_swap: int = 0
+    counters: ReplicaCounters = field(default_factory=ReplicaCounters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,11 +437,26 @@ class ReplicaStatus:
     copy_bytes_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
+    num_leases: int = 0  # granted or accepted, and not ended
+    counters: ReplicaCounters = field(default_factory=ReplicaCounters)
+
+
+@dataclass(frozen=True, slots=True)
+class CallTimes:
+    """How long one kind of call took, as a histogram: `counts` by upper bound, then beyond all."""
+
+    call: str
+    bounds_s: tuple[float, ...]
+    counts: tuple[int, ...]
+    total_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """The whole cluster at one moment, for status pages and scaling."""
+    """The whole cluster at one moment, for status pages and scaling.
+
+    oldest_wait_s: of the requests that wait in the controller. calls: how long its own work takes.
+    """
 
     replicas: tuple[ReplicaStatus, ...]
     queued_requests: int
@@ -425,6 +466,8 @@ class ClusterState:
     expired: int  # deadlines that passed in the queue
     policy: str
     uptime_s: float
+    oldest_wait_s: float = 0.0
+    calls: tuple[CallTimes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from pagefleet.protos.errors import Overloaded, Unavailable
 from pagefleet.protos.messages import (
     BlockCounts,
     CacheIdentity,
+    CallTimes,
     ClusterState,
     EngineRequest,
     Explanation,
@@ -382,7 +383,9 @@ class FakeController:
         self.failed.append(replica_id)
 
     async def cluster_state(self) -> ClusterState:
-        return ClusterState(tuple(map(_status, self.leaders)), 1, 20, 5, 2, 3, "default", 60.0)
+        calls = (CallTimes("reserve", (1e-5, 1e-3), (1, 2, 1), 0.01),)
+        replicas = tuple(map(_status, self.leaders))
+        return ClusterState(replicas, 1, 20, 5, 2, 3, "default", 60.0, 4.0, calls)
 
     async def explain(self, request: ReserveRequest) -> Explanation | Refused:
         if self.answers:

@@ -21,7 +21,14 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from ..protos.errors import Unavailable
-from ..protos.messages import ModelCard, ReplicaInfo, ReplicaReport, ReportReply, RouteEvents
+from ..protos.messages import (
+    ModelCard,
+    ReplicaCounters,
+    ReplicaInfo,
+    ReplicaReport,
+    ReportReply,
+    RouteEvents,
+)
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.stats import SchedulerStats
 from .step_times import StepTimes
@@ -234,6 +241,7 @@ class Reporter:
             finished_output_tokens=self._engine.take_output_lengths(),
             draining=self.is_draining,
             preemptions_swap=stats.preemptions_swap,
+            counters=_counters(stats),
         )
 
     # -- calls and their replies -------------------------------------------------------------
@@ -266,6 +274,25 @@ class Reporter:
         self.num_failed_calls += 1
         self._not_before = self._clock() + self._retry_s
         logger.warning("the controller could not be reached: %s", error)
+
+
+def _counters(stats: SchedulerStats) -> ReplicaCounters:
+    return ReplicaCounters(
+        blocks_evicted=stats.blocks_evicted,
+        host_blocks_evicted=stats.host_evicted,
+        blocks_stored=stats.blocks_stored,
+        blocks_loaded=stats.blocks_loaded,
+        copies_failed=stats.copies_failed,
+        copies_on_write=stats.copies_on_write,
+        collisions_refused=stats.collisions_refused,
+        expired=stats.expired,
+        admissions_deferred=stats.admissions_deferred,
+        rows_held=stats.rows_held,
+        swaps_refused=stats.swaps_refused,
+        queue_full=stats.queue_full,
+        leases_refused=stats.leases_refused,
+        kv_exhausted=stats.kv_exhausted,
+    )
 
 
 def _take(scheduler: Scheduler, is_snapshot: bool) -> _Taken:

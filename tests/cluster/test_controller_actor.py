@@ -52,6 +52,22 @@ async def test_a_waiting_poll_is_woken_by_the_report_that_ends_it() -> None:
     await service.check_integrity()
 
 
+async def test_its_state_tells_what_its_own_work_takes_and_who_waits() -> None:
+    clock = Clock()
+    service = ControllerService(CONFIG, clock=clock)
+    replica = await join(service, make_info())
+    lease = await service.reserve(make_request(**WHOLE_POOL))
+    assert isinstance(lease, Lease) and replica.accept(lease)
+    clock.now += 1.0
+    assert isinstance(await service.reserve(make_request(**WHOLE_POOL)), Ticket)
+    clock.now += 0.5
+    state = await service.cluster_state()
+    calls = {times.call: sum(times.counts) for times in state.calls}
+    assert calls == {"report": 1, "reserve": 2}
+    assert state.oldest_wait_s == 0.5
+    assert state.replicas[0].num_leases == 1
+
+
 async def test_a_poll_is_woken_from_another_threads_loop() -> None:
     service = ControllerService(CONFIG, clock=Clock())
     replica = await join(service, make_info())

@@ -3,11 +3,14 @@
 import io
 import json
 import logging
+import re
+from pathlib import Path
 
 import pytest
 from gateway_fakes import FakeCluster, collect
 from prometheus_client.parser import text_string_to_metric_families
 
+from pagefleet.cluster import metrics
 from pagefleet.cluster.generation import GenerateCall, TextPrompt
 from pagefleet.cluster.metrics import GatewayMetrics
 from pagefleet.cluster.request_log import JsonFormatter
@@ -25,6 +28,19 @@ def parse(text: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
 
 def value_of(found, name: str, **labels: str) -> float:
     return found[name, frozenset(labels.items())]
+
+
+def documented_labels() -> dict[str, set[str]]:
+    """Of each metric in METRICS.md; the replicas' all have a place beside those named."""
+    page = (Path(metrics.__file__).parent / "METRICS.md").read_text()
+    rest, replicas = page.split("## Replicas")
+    found: dict[str, set[str]] = {}
+    for text, place in ((rest, set()), (replicas, {"model_name", "replica"})):
+        for line in text.splitlines():
+            if line.startswith("| `pagefleet_"):
+                name, _, labels, _ = line.strip("| ").split(" | ")
+                found[name.strip("`")] = place | set(re.findall(r"`(\w+)`", labels))
+    return found
 
 
 @pytest.fixture
@@ -88,11 +104,35 @@ async def test_a_cancelled_request_does_not_stay_counted(cluster):
     cluster.engine.gate.set()
 
 
+async def test_every_metric_is_documented_and_every_documented_one_exists(cluster):
+    await cluster.run(call())
+    cluster.gateway.metrics.count_error("grpc", Overloaded("full"))
+    found = parse(await cluster.gateway.render_metrics())
+    exposed: dict[str, set[str]] = {}
+    for name, labels in found:
+        if not name.endswith("_created"):
+            name = re.sub("_(bucket|sum|count)$", "", name)
+            exposed.setdefault(name, set()).update(dict(labels).keys() - {"le"})
+    assert exposed == documented_labels()
+
+
+async def test_controller_calls_are_cumulative_buckets(cluster):
+    found = parse(await cluster.gateway.render_metrics())
+    name = "pagefleet_controller_call_duration_seconds"
+    buckets = {
+        dict(labels)["le"]: value
+        for (key, labels), value in found.items()
+        if key == f"{name}_bucket"
+    }
+    assert (buckets["1e-05"], buckets["0.001"], buckets["+Inf"]) == (1, 3, 4)
+    assert value_of(found, f"{name}_sum", call="reserve") == 0.01
+
+
 def test_errors_by_front_and_code():
-    metrics = GatewayMetrics()
-    metrics.count_error("http", InvalidArgument("text", "empty"))
-    metrics.count_error("grpc", Overloaded("full"))
-    found = parse(metrics.render(None))
+    counts = GatewayMetrics()
+    counts.count_error("http", InvalidArgument("text", "empty"))
+    counts.count_error("grpc", Overloaded("full"))
+    found = parse(counts.render(None))
     name = "pagefleet_request_errors_total"
     assert value_of(found, name, front="http", code="INVALID_ARGUMENT") == 1
     assert value_of(found, name, front="grpc", code="RESOURCE_EXHAUSTED") == 1

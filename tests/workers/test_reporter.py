@@ -241,6 +241,15 @@ async def test_an_order_to_drain_is_obeyed_and_confirmed() -> None:
     assert [report.draining for report in bench.controller.reports[-2:]] == [False, True]
 
 
+async def test_counts_of_what_happened_are_told() -> None:
+    bench = Bench()
+    for number in range(8):
+        bench.engine.run(f"q{number}", num_prompt=200)
+    await bench.settle()
+    counters = bench.controller.reports[-1].counters
+    assert counters.blocks_evicted == bench.engine.scheduler.stats().blocks_evicted > 0
+
+
 async def test_output_lengths_are_told_once() -> None:
     bench = Bench()
     await bench.settle()
