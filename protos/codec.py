@@ -110,6 +110,8 @@ def encode_engine_request(request: EngineRequest) -> engine_pb2.Submit:
         deadline_s=request.deadline_s,
         cache_salt=request.cache_salt,
         adapter=request.adapter,
+        request_id=request.request_id,
+        traceparent=request.traceparent,
     )
 
 
@@ -130,6 +132,8 @@ def decode_engine_request(message: engine_pb2.Submit) -> EngineRequest:
         deadline_s=message.deadline_s if message.HasField("deadline_s") else None,
         cache_salt=message.cache_salt,
         adapter=message.adapter,
+        request_id=message.request_id,
+        traceparent=message.traceparent,
     )
 
 

@@ -30,7 +30,7 @@ class Hello(_message.Message):
     def __init__(self, gateway_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., stream_secret: _Optional[str] = ..., received_sequence: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_key", "prompt_token_ids", "sampling", "samples", "lease_id", "lease_blocks", "admission_class", "priority", "deadline_s", "cache_salt", "adapter")
+    __slots__ = ("request_key", "prompt_token_ids", "sampling", "samples", "lease_id", "lease_blocks", "admission_class", "priority", "deadline_s", "cache_salt", "adapter", "request_id", "traceparent")
     REQUEST_KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,8 @@ class Submit(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     request_key: str
     prompt_token_ids: bytes
     sampling: Sampling
@@ -53,7 +55,9 @@ class Submit(_message.Message):
     deadline_s: float
     cache_salt: str
     adapter: str
-    def __init__(self, request_key: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[SampleStart, _Mapping]]] = ..., lease_id: _Optional[int] = ..., lease_blocks: _Optional[int] = ..., admission_class: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+    request_id: str
+    traceparent: str
+    def __init__(self, request_key: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[SampleStart, _Mapping]]] = ..., lease_id: _Optional[int] = ..., lease_blocks: _Optional[int] = ..., admission_class: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class SampleStart(_message.Message):
     __slots__ = ("index", "output_token_ids")

@@ -344,6 +344,160 @@ class GetClusterStateResponse(_message.Message):
     uptime_s: float
     def __init__(self, replicas: _Optional[_Iterable[_Union[ReplicaState, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., granted: _Optional[int] = ..., refused: _Optional[int] = ..., expired: _Optional[int] = ..., policy: _Optional[str] = ..., uptime_s: _Optional[float] = ...) -> None: ...
 
+class WatchClusterRequest(_message.Message):
+    __slots__ = ("period_s",)
+    PERIOD_S_FIELD_NUMBER: _ClassVar[int]
+    period_s: float
+    def __init__(self, period_s: _Optional[float] = ...) -> None: ...
+
+class PoolMap(_message.Message):
+    __slots__ = ("replica_id", "tier", "num_blocks", "cells")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CELLS_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    tier: str
+    num_blocks: int
+    cells: bytes
+    def __init__(self, replica_id: _Optional[str] = ..., tier: _Optional[str] = ..., num_blocks: _Optional[int] = ..., cells: _Optional[bytes] = ...) -> None: ...
+
+class WaitingState(_message.Message):
+    __slots__ = ("request_key", "request_id", "tenant", "model", "admission_class", "priority", "num_tokens", "num_blocks", "waited_s")
+    REQUEST_KEY_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ADMISSION_CLASS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    request_key: str
+    request_id: str
+    tenant: str
+    model: str
+    admission_class: str
+    priority: int
+    num_tokens: int
+    num_blocks: int
+    waited_s: float
+    def __init__(self, request_key: _Optional[str] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., admission_class: _Optional[str] = ..., priority: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., waited_s: _Optional[float] = ...) -> None: ...
+
+class LeaseState(_message.Message):
+    __slots__ = ("lease_id", "replica_id", "request_key", "request_id", "tenant", "admission_class", "num_blocks", "remaining_blocks", "age_s", "accepted")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_KEY_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ADMISSION_CLASS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    replica_id: str
+    request_key: str
+    request_id: str
+    tenant: str
+    admission_class: str
+    num_blocks: int
+    remaining_blocks: int
+    age_s: float
+    accepted: bool
+    def __init__(self, lease_id: _Optional[int] = ..., replica_id: _Optional[str] = ..., request_key: _Optional[str] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., admission_class: _Optional[str] = ..., num_blocks: _Optional[int] = ..., remaining_blocks: _Optional[int] = ..., age_s: _Optional[float] = ..., accepted: bool = ...) -> None: ...
+
+class Decision(_message.Message):
+    __slots__ = ("number", "age_s", "request_key", "request_id", "tenant", "model", "decision", "reason", "replica_id", "num_tokens", "hit_tokens", "lease_blocks", "waited_s", "replicas")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_KEY_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    age_s: float
+    request_key: str
+    request_id: str
+    tenant: str
+    model: str
+    decision: str
+    reason: str
+    replica_id: str
+    num_tokens: int
+    hit_tokens: int
+    lease_blocks: int
+    waited_s: float
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaExplanation]
+    def __init__(self, number: _Optional[int] = ..., age_s: _Optional[float] = ..., request_key: _Optional[str] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., decision: _Optional[str] = ..., reason: _Optional[str] = ..., replica_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., lease_blocks: _Optional[int] = ..., waited_s: _Optional[float] = ..., replicas: _Optional[_Iterable[_Union[ReplicaExplanation, _Mapping]]] = ...) -> None: ...
+
+class PrefixNode(_message.Message):
+    __slots__ = ("model", "tenant", "parent", "label", "num_tokens", "num_requests", "num_device_replicas", "num_host_replicas")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DEVICE_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    tenant: str
+    parent: int
+    label: str
+    num_tokens: int
+    num_requests: int
+    num_device_replicas: int
+    num_host_replicas: int
+    def __init__(self, model: _Optional[str] = ..., tenant: _Optional[str] = ..., parent: _Optional[int] = ..., label: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_device_replicas: _Optional[int] = ..., num_host_replicas: _Optional[int] = ...) -> None: ...
+
+class RecentRates(_message.Message):
+    __slots__ = ("window_s", "tokens_per_s", "requests_per_s", "ttft_p50_s", "ttft_p99_s", "query_tokens", "hit_tokens")
+    WINDOW_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    TTFT_P50_S_FIELD_NUMBER: _ClassVar[int]
+    TTFT_P99_S_FIELD_NUMBER: _ClassVar[int]
+    QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    window_s: float
+    tokens_per_s: float
+    requests_per_s: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    query_tokens: int
+    hit_tokens: int
+    def __init__(self, window_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., requests_per_s: _Optional[float] = ..., ttft_p50_s: _Optional[float] = ..., ttft_p99_s: _Optional[float] = ..., query_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
+
+class ClusterUpdate(_message.Message):
+    __slots__ = ("state", "pools", "waiting", "leases", "num_leases", "decisions", "prefixes", "rates")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    RATES_FIELD_NUMBER: _ClassVar[int]
+    state: GetClusterStateResponse
+    pools: _containers.RepeatedCompositeFieldContainer[PoolMap]
+    waiting: _containers.RepeatedCompositeFieldContainer[WaitingState]
+    leases: _containers.RepeatedCompositeFieldContainer[LeaseState]
+    num_leases: int
+    decisions: _containers.RepeatedCompositeFieldContainer[Decision]
+    prefixes: _containers.RepeatedCompositeFieldContainer[PrefixNode]
+    rates: RecentRates
+    def __init__(self, state: _Optional[_Union[GetClusterStateResponse, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolMap, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[WaitingState, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[LeaseState, _Mapping]]] = ..., num_leases: _Optional[int] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., prefixes: _Optional[_Iterable[_Union[PrefixNode, _Mapping]]] = ..., rates: _Optional[_Union[RecentRates, _Mapping]] = ...) -> None: ...
+
 class ReplicaExplanation(_message.Message):
     __slots__ = ("replica_id", "eligible", "hit_tokens", "host_hit_tokens", "available_blocks", "prefill_ms", "load_ms", "queue_ms", "blocks_ms", "batch_ms", "affinity_ms", "total_ms")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]

@@ -64,6 +64,11 @@ class InferenceStub(object):
                 request_serializer=pagefleet_dot_protos_dot_inference__pb2.GetClusterStateRequest.SerializeToString,
                 response_deserializer=pagefleet_dot_protos_dot_inference__pb2.GetClusterStateResponse.FromString,
                 _registered_method=True)
+        self.WatchCluster = channel.unary_stream(
+                '/pagefleet.v1.Inference/WatchCluster',
+                request_serializer=pagefleet_dot_protos_dot_inference__pb2.WatchClusterRequest.SerializeToString,
+                response_deserializer=pagefleet_dot_protos_dot_inference__pb2.ClusterUpdate.FromString,
+                _registered_method=True)
         self.Explain = channel.unary_unary(
                 '/pagefleet.v1.Inference/Explain',
                 request_serializer=pagefleet_dot_protos_dot_inference__pb2.GenerateRequest.SerializeToString,
@@ -123,6 +128,14 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchCluster(self, request, context):
+        """The same and more, as it changes: maps of the pools, queue, leases, decisions. The first message
+        is whole; later ones leave out the maps that did not change and the decisions already told.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Explain(self, request, context):
         """What would happen to this request now, and why. Nothing is reserved or computed by asking.
         """
@@ -170,6 +183,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetClusterState,
                     request_deserializer=pagefleet_dot_protos_dot_inference__pb2.GetClusterStateRequest.FromString,
                     response_serializer=pagefleet_dot_protos_dot_inference__pb2.GetClusterStateResponse.SerializeToString,
+            ),
+            'WatchCluster': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchCluster,
+                    request_deserializer=pagefleet_dot_protos_dot_inference__pb2.WatchClusterRequest.FromString,
+                    response_serializer=pagefleet_dot_protos_dot_inference__pb2.ClusterUpdate.SerializeToString,
             ),
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
@@ -344,6 +362,33 @@ class Inference(object):
             '/pagefleet.v1.Inference/GetClusterState',
             pagefleet_dot_protos_dot_inference__pb2.GetClusterStateRequest.SerializeToString,
             pagefleet_dot_protos_dot_inference__pb2.GetClusterStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchCluster(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pagefleet.v1.Inference/WatchCluster',
+            pagefleet_dot_protos_dot_inference__pb2.WatchClusterRequest.SerializeToString,
+            pagefleet_dot_protos_dot_inference__pb2.ClusterUpdate.FromString,
             options,
             channel_credentials,
             insecure,

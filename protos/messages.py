@@ -77,7 +77,8 @@ class EngineRequest:
     """What a gateway submits to a leader under a lease.
 
     request_key: internal, unique per attempt; never a client-chosen id.
-    deadline_s: seconds left when sent; None = no deadline.
+    deadline_s: seconds left when sent; None = no deadline. request_id: the client's name for it,
+    for logs only. traceparent: W3C trace context of who submits, empty = not traced.
     """
 
     request_key: str
@@ -91,6 +92,8 @@ class EngineRequest:
     deadline_s: float | None = None
     cache_salt: str = ""
     adapter: str = ""
+    request_id: str = ""
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +259,18 @@ class ReplicaCounters:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolMap:
+    """The blocks of one tier in the order of their ids, as a bounded number of cells.
+
+    cells: one byte each. The lowest three bits are a `scheduler.block_map.BlockState`, the one
+    that most blocks of the cell are in; the upper five how many of them are, in 31sts.
+    """
+
+    num_blocks: int
+    cells: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaReport:
     """Leader → controller: counts, ledger, speed, and what became or ceased to be resident.
 
@@ -297,6 +312,8 @@ class ReplicaReport:
     step_p99_s: float = 0.0
     preemptions_swap: int = 0
     counters: ReplicaCounters = field(default_factory=ReplicaCounters)
+    device_map: PoolMap | None = None  # only where the last reply asked for maps
+    host_map: PoolMap | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +321,7 @@ class ReportReply:
     """Controller → leader. `unknown` = register again (the controller restarted).
 
     drain_s: with `draining`, how long streams may go on here before they must go on elsewhere.
+    map_cells: someone looks at the pools: send maps of at most so many cells now and then.
     """
 
     unknown: bool = False
@@ -311,6 +329,7 @@ class ReportReply:
     draining: bool = False
     fence: bool = False  # declared dead: stop serving at once
     drain_s: float = 0.0
+    map_cells: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +338,8 @@ class ReserveRequest:
 
     route_hashes: §3.2's route chain over prompt (and resumed output), 16 bytes each.
     num_tokens: tokens known now (prompt + resumed output). excluded: replicas that just failed
-    this request. deadline_s: seconds left.
+    this request. deadline_s: seconds left. request_id: the client's name for it, to be shown
+    only. traceparent: W3C trace context of who asks, empty = not traced.
     """
 
     request_key: str
@@ -336,6 +356,8 @@ class ReserveRequest:
     deadline_s: float | None = None
     retry_token: str = ""
     excluded: tuple[str, ...] = ()
+    request_id: str = ""
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -506,3 +528,102 @@ class Explanation:
     expected_wait_s: float
     queue_position: int
     replicas: tuple[ReplicaExplanation, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """The last map of one tier of one replica."""
+
+    replica_id: str
+    tier: str
+    map: PoolMap
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingView:
+    """A request that waits in the controller."""
+
+    request_key: str
+    request_id: str
+    tenant: str
+    model: str
+    admission_class: AdmissionClass
+    priority: int
+    num_tokens: int
+    num_blocks: int
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseView:
+    """A lease that has not ended. request_key is empty where an earlier controller granted it."""
+
+    lease_id: int
+    replica_id: str
+    request_key: str
+    request_id: str
+    tenant: str
+    admission_class: AdmissionClass
+    num_blocks: int
+    remaining_blocks: int
+    age_s: float
+    accepted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionView:
+    """What was decided on one request, and why.
+
+    number: +1 each, from the controller's start. decision: "grant", "wait", "refuse" or "expire".
+    replicas: the chosen replica's cost and the best other one's; only while someone watches.
+    """
+
+    number: int
+    age_s: float
+    request_key: str
+    request_id: str
+    tenant: str
+    model: str
+    decision: str
+    reason: str
+    replica_id: str
+    num_tokens: int
+    hit_tokens: int
+    lease_blocks: int
+    waited_s: float
+    replicas: tuple[ReplicaExplanation, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixNode:
+    """A run of prompt tokens that all requests below it begin with.
+
+    parent: position of its parent in the same tuple, always an earlier one. label: the begin of
+    its last route hash. num_tokens: from the prompt's beginning to this node's end.
+    """
+
+    model: str
+    tenant: str
+    parent: int | None
+    label: str
+    num_tokens: int
+    num_requests: int
+    num_device_replicas: int
+    num_host_replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """All that a dashboard shows, bounded in size whatever the cluster's.
+
+    waiting: the oldest ones; leases: the newest ones, num_leases is all. decisions: the newest
+    ones, oldest first.
+    """
+
+    state: ClusterState
+    pools: tuple[PoolView, ...]
+    waiting: tuple[WaitingView, ...]
+    leases: tuple[LeaseView, ...]
+    num_leases: int
+    decisions: tuple[DecisionView, ...]
+    prefixes: tuple[PrefixNode, ...]

@@ -70,6 +70,8 @@ def test_a_request_survives_the_wire(sampling):
         deadline_s=0.0,
         cache_salt="salt",
         adapter="a",
+        request_id="mine",
+        traceparent="00-1-2-01",
     )
     data = codec.encode_engine_request(request).SerializeToString()
     assert codec.decode_engine_request(engine_pb2.Submit.FromString(data)) == request
