@@ -15,7 +15,10 @@ fenced until that has ended. The fence bars only rewriting; published content ma
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from ..protos.messages import BlockCounts
+from .block_map import BlockState, StateArray
 from .content import Content, Tier
 from .content_index import ContentIndex
 from .eviction_list import EvictionList
@@ -208,6 +211,16 @@ class BlockPool:
             referenced=self.num_blocks - clean - idle - self._num_fenced,
             fenced=self._num_fenced,
         )
+
+    def states(self) -> StateArray:
+        """The state of every block, [num_blocks] uint8 of BlockState: for viewers, costs a scan."""
+        refs = np.array(self._refs)
+        states = np.full(self.num_blocks, BlockState.FENCED, dtype=np.uint8)
+        states[self._clean] = BlockState.CLEAN
+        states[list(self._idle)] = BlockState.CACHED
+        states[refs == 1] = BlockState.REFERENCED
+        states[refs > 1] = BlockState.SHARED
+        return states
 
     def check_integrity(self) -> None:
         """Count every block's state afresh and compare with the books."""

@@ -8,6 +8,7 @@ used ready blocks make room. Decides about blocks; the copies are `TierCopies`'.
 from enum import Enum, auto
 
 from ..protos.messages import BlockCounts
+from .block_map import BlockState, StateArray
 from .block_pool import BlockPool
 from .content import Content, Tier
 from .content_index import ContentIndex
@@ -104,6 +105,12 @@ class HostPool:
     def stats(self) -> BlockCounts:
         """The four states now."""
         return self._pool.stats()
+
+    def states(self) -> StateArray:
+        """The state of every block; what is ready counts as HOST."""
+        states = self._pool.states()
+        states[states == BlockState.CACHED] = BlockState.HOST
+        return states
 
     def check_integrity(self) -> None:
         """The pool's books, and that what is pending is not found yet."""

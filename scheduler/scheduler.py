@@ -23,11 +23,13 @@ from ..protos.messages import (
     CacheIdentity,
     EngineRequest,
     FinishReason,
+    PoolMap,
     RouteEvents,
     SequenceDelta,
 )
 from .admission import Admission
 from .block_hash import root_hash
+from .block_map import make_map
 from .books import Books
 from .config import SchedulerConfig
 from .exhaustion import Exhaustion
@@ -193,6 +195,11 @@ class Scheduler:
         for request in self._requests.values():
             self._books.leases.settle(request)
         return make_stats(self._books, self.epoch, self._step)
+
+    def block_maps(self, max_cells: int) -> tuple[PoolMap, PoolMap]:
+        """The blocks of device and host, each as at most so many cells."""
+        books = self._books
+        return make_map(books.pool.states(), max_cells), make_map(books.host.states(), max_cells)
 
     def take_route_events(self) -> RouteEvents:
         """Route hashes that became, or ceased to be, resident since the last call."""
