@@ -102,10 +102,21 @@ def test_three_times_the_pool_finishes_by_every_policy(run_ahead, mode):
     cluster.assert_idle()
 
 
+EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
+SETTINGS = [(2e10, 500.0), (1e8, 20_000.0), (2e9, 4_000.0)]
+GRID = [
+    (copy_bytes_per_s, tokens_per_s)
+    for copy_bytes_per_s in (1e8, 5e8, 1e9, 2e9, 4e9, 2e10)
+    for tokens_per_s in (500.0, 2_000.0, 4_000.0, 8_000.0, 16_000.0)
+]
+
+
 @pytest.mark.parametrize(
     ("copy_bytes_per_s", "tokens_per_s"),
-    [(2e10, 500.0), (1e8, 20_000.0), (8e9, 16_000.0)],
-    ids=["copies are cheap", "computing is cheap", "about even"],
+    [
+        *(pytest.param(*setting) for setting in SETTINGS),
+        *(pytest.param(*setting, marks=EXHAUSTIVE) for setting in GRID),
+    ],
 )
 def test_auto_is_about_as_fast_as_the_better_policy(copy_bytes_per_s, tokens_per_s):
     times = {mode: makespan(mode, copy_bytes_per_s, tokens_per_s) for mode in PreemptionMode}
