@@ -147,15 +147,30 @@ def test_256_tokens_of_16_requests_equal_transformers(
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("prefill_chunk", "num_blocks", "prefix_caching"), [(64, 512, True), (7, 90, False)]
-)
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("num_blocks", [512, 90])
+@pytest.mark.parametrize("prefill_chunk", [1, 7, 16, 64])
 def test_256_tokens_of_the_default_model_equal_transformers(
     prefill_chunk: int, num_blocks: int, prefix_caching: bool
 ) -> None:
+    check_256_tokens(default_folder(), num_blocks, prefill_chunk, prefix_caching)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("prefill_chunk", [1, 7, 16, 64])
+def test_the_default_model_alone_says_what_transformers_says(prefill_chunk: int) -> None:
+    runner = load_runner(default_folder(), num_threads=2, max_context=512)
+    prompt = random_prompt(100, runner.model_info.vocab_size)
+    answer = serve_all(runner, [prompt], LONG, prefill_chunk=prefill_chunk)[0]
+    assert len(answer.token_ids) == 256
+    assert_greedy(load_reference(default_folder()), prompt, answer)
+
+
+def default_folder() -> Path:
     if not default_model.is_cached():
         pytest.skip("the default model was not fetched")
-    check_256_tokens(default_model.folder(), num_blocks, prefill_chunk, prefix_caching)
+    return default_model.folder()
 
 
 def make_stories(folder: Path) -> Path:
