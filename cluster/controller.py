@@ -8,10 +8,12 @@ adopted, and it is right again in one round.
 import math
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from ..protos.messages import (
     ClusterState,
+    ClusterView,
     Explanation,
     Lease,
     ModelCard,
@@ -23,12 +25,15 @@ from ..protos.messages import (
     Ticket,
 )
 from .admission import AdmissionConfig
-from .explain import explain
+from .cluster_view import cells_per_pool, make_view, prefix_nodes
+from .decision_log import DecisionLog
+from .explain import REASONS, explain
 from .fair_queue import WaitingRequest
 from .late_binding import LateBindingConfig
 from .lease_table import LeaseRecord
 from .model_pool import Grant, ModelPool
 from .policies import make_policy
+from .prefix_forest import Run
 from .replica_view import ReplicaView
 
 _WATCHDOG_STEPS = 20  # a step may take so many times its usual length before it counts as stuck
@@ -92,6 +97,7 @@ class Controller:
         self._entries: dict[str, _Entry] = {}
         self._by_lease: dict[int, str] = {}
         self._gateways: dict[str, _Gateway] = {}
+        self._decisions = DecisionLog()
         # Leases outlive a controller in the leaders' ledgers: another life draws another range.
         self._next_lease_id = rng.getrandbits(30) << 32
 
@@ -128,6 +134,8 @@ class Controller:
         for record in ended:
             self._forget_lease(record)
         self._pump(pool, now)
+        if self._decisions.is_watched(now):
+            return replace(reply, map_cells=cells_per_pool(len(self._views)))
         return reply
 
     def replica_failed(self, replica_id: str, incarnation: str, now: float) -> None:
@@ -182,16 +190,21 @@ class Controller:
         pool = self._pools.get(self._aliases.get(request.model, request.model))
         if pool is None:
             return self._refuse_unknown_model(request, now)
+        if self._decisions.is_watched(now):
+            self._decisions.asked(request, explain(pool, request, now))
         outcome = pool.submit(request, now)
         if isinstance(outcome, Refused):
+            self._decisions.add("refuse", outcome.reason, request, now)
             return outcome
         if isinstance(outcome, Grant):
-            self._book(outcome, pool)
+            self._book(outcome, pool, now)
             return outcome.lease
         self._entries[request.request_key] = _Entry(request.attempt, pool, waiting=outcome)
         own = self._pump(pool, now, newcomer=request.request_key)
         if own is not None:
             return own
+        need = outcome.need.num_blocks
+        self._decisions.add("wait", REASONS["wait"], request, now, lease_blocks=need)
         return self._ticket(pool, outcome, now)
 
     def release(
@@ -243,6 +256,10 @@ class Controller:
             for record in records:
                 self._forget_lease(record)
             for waiting, refusal in refused:
+                waited_s = now - waiting.arrived_at
+                self._decisions.add(
+                    "expire", refusal.reason, waiting.request, now, waited_s=waited_s
+                )
                 del self._entries[waiting.request.request_key]
                 self._send(waiting.request.gateway_id, refusal)
             self._pump(pool, now)
@@ -283,6 +300,20 @@ class Controller:
         if pool is None:
             return self._refuse_unknown_model(request, now)
         return explain(pool, request, now)
+
+    def watch(self, now: float) -> ClusterView:
+        """All that a dashboard shows but the prefixes. Its cost is worth it for some seconds."""
+        self._decisions.watch(now)
+        pools = tuple(self._pools.values())
+        return make_view(pools, self.cluster_state(now), self._decisions.views(now), now)
+
+    def recent_prompts(self) -> tuple[ReserveRequest, ...]:
+        """The requests that the last decisions were on."""
+        return tuple(self._decisions.recent_prompts())
+
+    def with_prefixes(self, view: ClusterView, runs: Sequence[Run]) -> ClusterView:
+        """The view with these prefixes, and what is resident of them."""
+        return replace(view, prefixes=prefix_nodes(self._pools, runs))
 
     def pools(self) -> dict[str, ModelPool]:
         """By model, for tests and the simulator."""
@@ -332,16 +363,30 @@ class Controller:
         """Grant what can start; the newcomer's lease is returned, others' wait in outboxes."""
         own: Lease | None = None
         for grant in pool.pump(now):
-            self._book(grant, pool)
+            self._book(grant, pool, now)
             if grant.request.request_key == newcomer:
                 own = grant.lease
             else:
                 self._send(grant.request.gateway_id, grant.lease)
         return own
 
-    def _book(self, grant: Grant, pool: ModelPool) -> None:
-        key = grant.request.request_key
-        self._entries[key] = _Entry(grant.request.attempt, pool, record=grant.record)
+    def _book(self, grant: Grant, pool: ModelPool, now: float) -> None:
+        request, lease = grant.request, grant.lease
+        key = request.request_key
+        entry = self._entries.get(key)
+        waited = None if entry is None else entry.waiting
+        self._decisions.add(
+            "grant",
+            REASONS["grant"],
+            request,
+            now,
+            replica_id=lease.replica_id,
+            hit_tokens=lease.expected_hit_tokens,
+            lease_blocks=lease.num_blocks,
+            waited_s=0.0 if waited is None else now - waited.arrived_at,
+        )
+        grant.record.request_id = request.request_id
+        self._entries[key] = _Entry(request.attempt, pool, record=grant.record)
         self._by_lease[grant.record.lease_id] = key
 
     def _forget_lease(self, record: LeaseRecord) -> None:

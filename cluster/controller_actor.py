@@ -24,6 +24,7 @@ from ray.actor import ActorHandle
 
 from ..protos.messages import (
     ClusterState,
+    ClusterView,
     Explanation,
     Lease,
     ModelCard,
@@ -36,6 +37,7 @@ from ..protos.messages import (
 )
 from .call_times import CallClock
 from .controller import DRAIN_S, Controller, ControllerConfig
+from .prefix_forest import grow_forest
 from .ray_runtime import on_this_node
 
 logger = logging.getLogger(__name__)
@@ -128,6 +130,16 @@ class ControllerService:
         with self._lock:
             state = self._controller.cluster_state(self._now())
             return replace(state, calls=self._calls.stats())
+
+    async def watch(self) -> ClusterView:
+        """All that a dashboard shows. Replicas send maps of their pools while someone asks this."""
+        with self._lock:
+            view = self._controller.watch(self._now())
+            prompts = self._controller.recent_prompts()
+        runs = grow_forest(prompts)  # compares thousands of hashes: reserves need not wait for it
+        with self._lock:
+            view = self._controller.with_prefixes(view, runs)
+            return replace(view, state=replace(view.state, calls=self._calls.stats()))
 
     async def explain(self, request: ReserveRequest) -> Explanation | Refused:
         with self._lock:

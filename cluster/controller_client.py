@@ -14,6 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 from ..protos.errors import InternalError, PagefleetError, Unavailable
 from ..protos.messages import (
     ClusterState,
+    ClusterView,
     Explanation,
     Lease,
     ModelCard,
@@ -55,6 +56,10 @@ class ControllerClient(Protocol):
         """Every replica and the queue."""
         ...
 
+    async def watch(self) -> ClusterView:
+        """All that a dashboard shows."""
+        ...
+
     async def drain(self, replica_id: str, draining: bool = True, drain_s: float = DRAIN_S) -> bool:
         """Take a replica out once its streams have ended or moved; False if it is not known."""
         ...
@@ -87,6 +92,9 @@ class RayControllerClient:
 
     async def cluster_state(self) -> ClusterState:
         return await self._call(self._controller.cluster_state.remote())
+
+    async def watch(self) -> ClusterView:
+        return await self._call(self._controller.watch.remote())
 
     async def drain(self, replica_id: str, draining: bool = True, drain_s: float = DRAIN_S) -> bool:
         return await self._call(self._controller.drain.remote(replica_id, draining, drain_s))

@@ -10,7 +10,7 @@ from .late_binding import LateBinding
 from .model_pool import ModelPool
 from .routing_policy import RoutedRequest, cheapest
 
-_REASONS = {
+REASONS = {
     "grant": "least cost of the replicas that can start it",
     "wait": "no replica can start it now, or a busy one would still serve it sooner",
 }
@@ -28,7 +28,7 @@ def explain(pool: ModelPool, request: ReserveRequest, now: float) -> Explanation
     return Explanation(
         policy=pool.policy.name,
         decision=decision,
-        reason=refusal.reason if refusal else _REASONS[decision],
+        reason=refusal.reason if refusal else REASONS[decision],
         replica_id=view.info.replica_id if view else None,
         lease_blocks=need.num_blocks,
         expected_output_tokens=round(need.expected_output_tokens),

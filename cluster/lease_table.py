@@ -42,6 +42,7 @@ class LeaseRecord:
     listed: bool = False
     given_back: bool = False
     claimed: tuple[bytes, ...] = ()
+    request_id: str = ""
 
 
 @dataclass(slots=True)

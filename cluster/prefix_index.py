@@ -154,6 +154,12 @@ class PrefixIndex:
         for route_hash in list(self._claims[slot]):
             self._drop_claim(slot, route_hash)
 
+    def num_holders(self, route_hash: bytes) -> tuple[int, int]:
+        """How many slots hold it, on the device and on the host tier."""
+        masks = (layer.masks.get(route_hash, 0) for layer in self._layers)
+        device, host = (mask.bit_count() for mask in masks)
+        return device, host
+
     def digest(self, slot: int, tier: Tier) -> int:
         """XOR of all hashes that the slot holds on the tier."""
         return self._layers[tier].digests[slot]

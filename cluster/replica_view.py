@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ..protos.messages import (
     BlockCounts,
     ModelCard,
+    PoolMap,
     ReplicaCounters,
     ReplicaInfo,
     ReplicaReport,
@@ -82,7 +83,8 @@ class ReplicaView:
 
     granted_*: sums over leases that no report has listed yet. promised_blocks: what accepted
     leases still may take, by the last report. drain_until: when its streams have to move; None
-    where it does not drain, or drains on an earlier controller's order.
+    where it does not drain, or drains on an earlier controller's order. maps: of the device and
+    the host pool, the last that came.
     """
 
     info: ReplicaInfo
@@ -103,6 +105,7 @@ class ReplicaView:
     granted_blocks: int = 0
     granted_tokens: int = 0
     num_granted: int = 0
+    maps: tuple[PoolMap, ...] = ()
 
     @property
     def state(self) -> ReplicaState:
@@ -153,6 +156,8 @@ class ReplicaView:
         if self.report is None or report.steps_done != self.report.steps_done:
             self.moved_at = now
         self.report = report
+        if report.device_map is not None and report.host_map is not None:
+            self.maps = report.device_map, report.host_map
         self.reported_at = now
         self.promised_blocks = promised_blocks
         self.suspect = False

@@ -23,6 +23,7 @@ from typing import Protocol, TypeVar
 from ..protos.errors import Unavailable
 from ..protos.messages import (
     ModelCard,
+    PoolMap,
     ReplicaCounters,
     ReplicaInfo,
     ReplicaReport,
@@ -84,6 +85,7 @@ class _Taken:
     events: RouteEvents
     finished_leases: tuple[int, ...]
     is_snapshot: bool
+    maps: tuple[PoolMap | None, PoolMap | None]
 
 
 class Reporter:
@@ -94,6 +96,7 @@ class Reporter:
         on_drain: called, with each reply that says so, when this replica has to go, and with the
             seconds its streams may still take.
         min_interval_s, max_interval_s: between reports while things change, and while they do not.
+        map_interval_s: between two maps of the pools, while the controller asks for them.
         retry_s: pause after a call that failed.
     """
 
@@ -110,6 +113,7 @@ class Reporter:
         min_interval_s: float = 0.05,
         max_interval_s: float = 1.0,
         retry_s: float = 0.5,
+        map_interval_s: float = 0.5,
     ) -> None:
         self._engine = engine
         self._link = link
@@ -121,6 +125,9 @@ class Reporter:
         self._min_interval_s = min_interval_s
         self._max_interval_s = max_interval_s
         self._retry_s = retry_s
+        self._map_interval_s = map_interval_s
+        self._map_cells = 0  # of each map; 0 = nobody looks
+        self._map_not_before = clock()
         self._is_registered = False
         self._needs_snapshot = True
         self._changed = asyncio.Event()
@@ -194,7 +201,7 @@ class Reporter:
     async def _take(self) -> _Taken | None:
         """Stats and events of one moment; None while a long step is not letting us in."""
         if self._taking is None:
-            take = partial(_take, is_snapshot=self._needs_snapshot)
+            take = partial(_take, is_snapshot=self._needs_snapshot, map_cells=self._map_cells_now())
             self._taking = asyncio.wrap_future(self._engine.call(take))
         await asyncio.wait({self._taking}, timeout=self._max_interval_s)
         if not self._taking.done():
@@ -202,13 +209,21 @@ class Reporter:
         taken, self._taking = self._taking.result(), None
         return taken
 
+    def _map_cells_now(self) -> int:
+        """A map costs a scan of the pool: not with every report."""
+        now = self._clock()
+        if not self._map_cells or now < self._map_not_before:
+            return 0
+        self._map_not_before = now + self._map_interval_s
+        return self._map_cells
+
     def _make_report(self, taken: _Taken | None) -> ReplicaReport | None:
         """The next report; during a long step the last one again, which shows that we live."""
         if taken is None:
             if self._last_taken is None:
                 return None
             taken = replace(self._last_taken, events=RouteEvents(), finished_leases=())
-            taken = replace(taken, is_snapshot=False)
+            taken = replace(taken, is_snapshot=False, maps=(None, None))
         self._last_taken = taken
         self._unconfirmed_leases += taken.finished_leases
         self._sequence_number += 1
@@ -242,6 +257,8 @@ class Reporter:
             draining=self.is_draining,
             preemptions_swap=stats.preemptions_swap,
             counters=_counters(stats),
+            device_map=taken.maps[0],
+            host_map=taken.maps[1],
         )
 
     # -- calls and their replies -------------------------------------------------------------
@@ -265,6 +282,7 @@ class Reporter:
             self._on_fence()
         elif reply.draining:
             self._on_drain(reply.drain_s)
+        self._map_cells = reply.map_cells
         if reply.unknown:
             self._is_registered = False
         if reply.needs_snapshot or reply.unknown:
@@ -295,11 +313,12 @@ def _counters(stats: SchedulerStats) -> ReplicaCounters:
     )
 
 
-def _take(scheduler: Scheduler, is_snapshot: bool) -> _Taken:
+def _take(scheduler: Scheduler, is_snapshot: bool, map_cells: int) -> _Taken:
     """Runs on the engine's thread."""
     if is_snapshot:
         scheduler.take_route_events()  # what they tell is in the snapshot
         events = scheduler.route_snapshot()[0]
     else:
         events = scheduler.take_route_events()
-    return _Taken(scheduler.stats(), events, scheduler.take_finished_leases(), is_snapshot)
+    maps = scheduler.block_maps(map_cells) if map_cells else (None, None)
+    return _Taken(scheduler.stats(), events, scheduler.take_finished_leases(), is_snapshot, maps)

@@ -5,12 +5,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from cluster_factories import FakeReplica, make_card, make_info, make_request
+from cluster_factories import FakeReplica, make_card, make_hashes, make_info, make_request
 
 from pagefleet.cluster.controller import ControllerConfig
 from pagefleet.cluster.controller_actor import ControllerService
 from pagefleet.cluster.late_binding import LateBindingConfig
-from pagefleet.protos.messages import Lease, ReplicaInfo, Ticket
+from pagefleet.protos.messages import Lease, PoolMap, PoolView, ReplicaInfo, Ticket
 
 CONFIG = ControllerConfig(late_binding=LateBindingConfig(start_slack_s=1e9), watchdog_s=5.0)
 WHOLE_POOL = {"num_tokens": 1500, "max_tokens": 100}
@@ -66,6 +66,23 @@ async def test_its_state_tells_what_its_own_work_takes_and_who_waits() -> None:
     assert calls == {"report": 1, "reserve": 2}
     assert state.oldest_wait_s == 0.5
     assert state.replicas[0].num_leases == 1
+
+
+async def test_who_watches_sees_decisions_prefixes_and_the_maps_they_made_replicas_send() -> None:
+    service = ControllerService(CONFIG, clock=Clock())
+    replica = await join(service, make_info())
+    hashes = make_hashes(2)
+    await service.reserve(make_request(route_hashes=hashes))
+    assert (await service.watch()).pools == ()
+    reply = await service.report(replica.report())
+    assert reply.map_cells > 0
+    pool_map = PoolMap(100, b"\xf8" * 100)
+    await service.report(replica.report(device_map=pool_map, host_map=PoolMap(0, b"")))
+    view = await service.watch()
+    assert view.pools == (PoolView("r0", "device", pool_map),)
+    assert [decision.decision for decision in view.decisions] == ["grant"]
+    assert [node.num_tokens for node in view.prefixes] == [32]
+    assert view.state.calls
 
 
 async def test_a_poll_is_woken_from_another_threads_loop() -> None:

@@ -250,6 +250,26 @@ async def test_counts_of_what_happened_are_told() -> None:
     assert counters.blocks_evicted == bench.engine.scheduler.stats().blocks_evicted > 0
 
 
+async def test_sends_maps_of_its_pools_now_and_then_while_they_are_asked_for() -> None:
+    bench = Bench(map_interval_s=0.45)
+    await bench.settle()
+    bench.controller.reply = ReportReply(map_cells=16)
+    with_map: list[int] = []
+    for number in range(14):
+        bench.reporter.notice_change()
+        await bench.tick(0.1)
+        report = bench.controller.reports[-1]
+        if report.device_map is not None:
+            with_map.append(number)
+            assert (report.device_map.num_blocks, len(report.device_map.cells)) == (64, 16)
+            assert report.host_map is not None
+    assert with_map == [1, 6, 11]
+    bench.controller.reply = ReportReply()
+    await bench.tick(1.0)
+    await bench.tick(1.0)
+    assert bench.controller.reports[-1].device_map is None
+
+
 async def test_output_lengths_are_told_once() -> None:
     bench = Bench()
     await bench.settle()
