@@ -73,12 +73,38 @@ class SampleStart:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferPeer:
+    """A replica with which blocks can be exchanged.
+
+    actors: names of its ranks' actors, the leader's first.
+    """
+
+    replica_id: str
+    incarnation: str
+    actors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTransfer:
+    """Where a prefix may be copied from, so that it need not be computed.
+
+    num_tokens: from the first on, that the source holds. timeout_s: computing them would have
+    been better than to wait any longer.
+    """
+
+    source: TransferPeer
+    num_tokens: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """What a gateway submits to a leader under a lease.
 
     request_key: internal, unique per attempt; never a client-chosen id.
     deadline_s: seconds left when sent; None = no deadline. request_id: the client's name for it,
     for logs only. traceparent: W3C trace context of who submits, empty = not traced.
+    transfer: from where, by its lease, a part of the prompt may be copied.
     """
 
     request_key: str
@@ -94,6 +120,7 @@ class EngineRequest:
     adapter: str = ""
     request_id: str = ""
     traceparent: str = ""
+    transfer: PrefixTransfer | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,9 +159,9 @@ class BlockPool:
         self, block: int, parent: Content, block_hash: bytes, tokens: bytes
     ) -> Content | None:
         """Let a full block be found by its content. None: refused, the hash collides."""
-        content = self._index.publish(parent, block_hash, tokens, block)
-        if content is not None:
-            self._contents[block] = content
+        content = self._index.publish(parent, block_hash, tokens, block, self._tier)
+        if content is not None and (self._tier is Tier.DEVICE or content.blocks[1] == block):
+            self._contents[block] = content  # the host keeps no duplicates
         return content
 
     def adopt(self, block: int, content: Content) -> None:

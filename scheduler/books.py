@@ -12,6 +12,8 @@ from .integrity import check
 from .kv_cache_manager import KVCacheManager
 from .lease_ledger import LeaseLedger
 from .lease_needs import LeaseNeeds
+from .prefix_exports import PrefixExports
+from .prefix_imports import PrefixImports
 from .request_queue import RequestQueue
 from .route_residency import RouteResidency
 from .running_batch import RunningBatch
@@ -35,7 +37,8 @@ class Counters:
 
 
 class Books:
-    """Rows, queue, both pools, the index over them, tables, copies, leases, costs, counters."""
+    """Rows, queue, both pools, the index over them, tables, copies, prefixes that come and go,
+    leases, costs, counters."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
@@ -50,6 +53,10 @@ class Books:
         self.tier = HostTier(config, self.batch, self.pool, self.host, self.costs)
         self.manager = KVCacheManager(
             self.batch, self.pool, self.host, self.index, config.block_size
+        )
+        self.exports = PrefixExports(config, self.index, self.host, self.tier)
+        self.imports = PrefixImports(
+            config, self.index, self.host, self.tier, self.manager, self.costs
         )
         self.ledger = LeaseLedger()
         self.leases = LeaseNeeds(config, self.ledger, self.pool, self.manager)
@@ -71,8 +78,11 @@ class Books:
         self._check_host_references()
 
     def _check_host_references(self) -> None:
-        """Host blocks are held by swapped sequences, and by the cleaner while it copies."""
+        """Host blocks are held by swapped sequences, by the cleaner while it copies, and by what
+        goes to other replicas or comes from them."""
         holders: dict[int, int] = dict(self.tier.cleaning_blocks())
+        for block in (*self.exports.held_blocks(), *self.imports.held_blocks()):
+            holders[block] = holders.get(block, 0) + 1
         for sequence in self.queue:
             if sequence.swapped is not None:
                 for entry in sequence.swapped.blocks:

@@ -89,9 +89,16 @@ class ContentIndex:
         return len(found)
 
     def publish(
-        self, parent: Content, block_hash: bytes, tokens: bytes, device_block: int
+        self,
+        parent: Content,
+        block_hash: bytes,
+        tokens: bytes,
+        block: int,
+        tier: Tier = Tier.DEVICE,
     ) -> Content | None:
-        """Say that `device_block` holds `tokens` after `parent`. None: refused, it collides.
+        """Say that `block` holds `tokens` after `parent`. None: refused, it collides.
+
+        A block of the host is not taken where another one there holds the same.
 
         Who is refused must not publish the blocks after it either.
         """
@@ -105,13 +112,14 @@ class ContentIndex:
             content.tokens = tokens
             content.parent = parent
             content.parent_id = parent.id
-            content.blocks[Tier.DEVICE] = device_block
+            content.blocks[tier] = block
             self._contents[key] = content
             return content
         if content.parent_id != parent.id or content.tokens != tokens:
             self.num_refused += content.is_reachable
             return None
-        self.attach(content, Tier.DEVICE, device_block)
+        if tier is Tier.DEVICE or content.blocks[tier] is None:
+            self.attach(content, tier, block)
         return content
 
     def find_unreachable(self, block_hash: bytes) -> Content | None:

@@ -64,6 +64,17 @@ class HostPool:
                 self._pool.adopt(block, content)
         self._pool.unpin(block)
 
+    def end_import(self, block: int) -> None:
+        """The copy into a block that only its owner knows has ended, well or not."""
+        self._pool.unpin(block)
+
+    def publish(
+        self, block: int, parent: Content, block_hash: bytes, tokens: bytes
+    ) -> Content | None:
+        """Let what was brought into a held block be found; where the content is on the host
+        already, the block stays nobody's. None: refused, the hash collides."""
+        return self._pool.publish(block, parent, block_hash, tokens)
+
     def begin_load(self, block: int) -> None:
         """A copy reads it: it must stay."""
         self._pool.touch(block)

@@ -6,18 +6,19 @@ cache, held by it; its unpublished ones are host blocks that only it knows.
 
     device ──STORE──► host     swap-out; the cleaner, ahead of eviction
     device ◄──LOAD─── host     swap-in; a prefix hit on the host
+               IMPORT► host     blocks from another replica, that each rank has staged
 
 Both ends of a copy stay pinned until it has ended. Who shares a load waits for the one load.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from .block_pool import BlockPool
 from .config import SchedulerConfig
-from .content import Content
+from .content import Content, Tier
 from .costs import CostModel
 from .host_pool import HostPool, Lookup
 from .integrity import check
@@ -37,14 +38,18 @@ class Move:
     content_id: int
 
 
+OnEnd = Callable[[bool], None]
+
+
 @dataclass(slots=True, eq=False)
 class _OpenJob:
-    """waiters: sequences that cannot go on before it ends."""
+    """waiters: sequences that cannot go on before it ends. watchers: told whether it succeeded."""
 
     kind: CopyKind
     moves: list[Move]
     is_cleaning: bool = False
     waiters: list[Sequence] = field(default_factory=list[Sequence])
+    watchers: list[OnEnd] = field(default_factory=list[OnEnd])
 
 
 class HostTier:
@@ -94,37 +99,16 @@ class HostTier:
         """Store what a sequence has computed; its table may be given back at once, the copies
         hold their sources. False: no room on the host, nothing has changed."""
         contents = [self._device.content(block) for block in blocks]
-        known = [c for c in contents if c is not None and self._host.lookup(c) is not Lookup.MISS]
-        kept = [self._host.block_of(content) for content in known]
-        self._host.reference(kept)  # before room is made, which might evict them
-        missing = [
-            (block, content)
-            for block, content in zip(blocks, contents, strict=True)
-            if content is None or self._host.lookup(content) is Lookup.MISS
-        ]
-        targets = self._host.begin_stores([content for _, content in missing])
-        if targets is None:
-            self._host.release(kept)
+        kept = self._keep([*blocks], contents)
+        if kept is None:
             return False
-        moves = [
-            Move(block, target, content, 0 if content is None else content.id)
-            for (block, content), target in zip(missing, targets, strict=True)
-        ]
-        placed = {move.device_block: move.host_block for move in moves}
+        host_blocks, jobs = kept
         entries = [
-            SwappedBlock(
-                placed[block] if block in placed else self._host.block_of(_known(content)),
-                content,
-                0 if content is None else content.id,
-            )
-            for block, content in zip(blocks, contents, strict=True)
+            SwappedBlock(host_block, content, 0 if content is None else content.id)
+            for host_block, content in zip(host_blocks, contents, strict=True)
         ]
         sequence.swapped = SwappedTable(entries, num_computed)
-        waits = {id(job): job for c in known if (job := self._storing.get(c.id)) is not None}
-        if moves:
-            job = self._start(CopyKind.STORE, moves)
-            waits[id(job)] = job
-        for job in waits.values():
+        for job in jobs:
             self._wait(sequence, job)
         return True
 
@@ -142,6 +126,31 @@ class HostTier:
         if sequence.swapped is not None:
             self._host.release([entry.host_block for entry in sequence.swapped.blocks])
             sequence.swapped = None
+
+    # ── other replicas ────────────────────────────────────────────────────────────────────
+
+    def hold(self, contents: list[Content]) -> list[int] | None:
+        """A host block for each content, referenced for the caller, and stored first where it is
+        only on the device. None: no room, nothing has changed."""
+        kept = self._keep([content.blocks[Tier.DEVICE] for content in contents], list(contents))
+        return None if kept is None else kept[0]
+
+    def watch(self, contents: list[Content], on_end: OnEnd) -> int:
+        """Tell when the stores end that fill host blocks with these. Returns how many there are."""
+        jobs = {id(job): job for c in contents if (job := self._storing.get(c.id)) is not None}
+        for job in jobs.values():
+            job.watchers.append(on_end)
+        return len(jobs)
+
+    def bring_in(self, staging: int, first: int, host_blocks: list[int], on_end: OnEnd) -> None:
+        """Copy what each rank has staged, from its block number `first` on, to the host blocks,
+        which the caller holds until it is told the end."""
+        self._num_jobs += 1
+        self._jobs[self._num_jobs] = _OpenJob(CopyKind.IMPORT, [], watchers=[on_end])
+        sources = np.arange(first, first + len(host_blocks), dtype=np.int32)
+        targets = np.array(host_blocks, dtype=np.int32)
+        job = CopyJob(self._num_jobs, CopyKind.IMPORT, sources, targets, staging)
+        self._unlaunched.append(job)
 
     # ── loads ─────────────────────────────────────────────────────────────────────────────
 
@@ -183,12 +192,15 @@ class HostTier:
     def finish(self, done: CopyDone) -> list[Sequence]:
         """A copy has ended. Returns the sequences that must compute again because it failed."""
         job = self._jobs.pop(done.job_id)
-        self._costs.observe_copy(len(job.moves), done.elapsed_s)
+        if job.moves:
+            self._costs.observe_copy(len(job.moves), done.elapsed_s)
         self.num_failed += not done.ok
         if job.kind is CopyKind.STORE:
             self._end_store(job, done.ok)
-        else:
+        elif job.kind is CopyKind.LOAD:
             self._end_load(job, done.ok)
+        for on_end in job.watchers:
+            on_end(done.ok)
         for sequence in job.waiters:
             sequence.num_open_copies -= 1
             if not sequence.num_open_copies and sequence.row is not None:
@@ -217,6 +229,39 @@ class HostTier:
                 any(m.device_block == block and m.content_id == content_id for m in job.moves),
                 f"content {content_id} is not loaded into block {block}",
             )
+
+    def _keep(
+        self, device_blocks: list[int | None], contents: list[Content | None]
+    ) -> tuple[list[int], list[_OpenJob]] | None:
+        """A referenced host block for each, and the copies that fill them; a content that is on
+        the host already need not be on the device. None: no room, nothing has changed."""
+        known = [c for c in contents if c is not None and self._host.lookup(c) is not Lookup.MISS]
+        kept = [self._host.block_of(content) for content in known]
+        self._host.reference(kept)  # before room is made, which might evict them
+        missing = [
+            place
+            for place, content in enumerate(contents)
+            if content is None or self._host.lookup(content) is Lookup.MISS
+        ]
+        targets = self._host.begin_stores([contents[place] for place in missing])
+        if targets is None:
+            self._host.release(kept)
+            return None
+        waits = {id(job): job for c in known if (job := self._storing.get(c.id)) is not None}
+        placed = dict(zip(missing, targets, strict=True))
+        moves: list[Move] = []
+        for place, target in placed.items():
+            content, block = contents[place], device_blocks[place]
+            assert block is not None, f"{content} is on neither tier"
+            moves.append(Move(block, target, content, 0 if content is None else content.id))
+        if moves:
+            job = self._start(CopyKind.STORE, moves)
+            waits[id(job)] = job
+        host_blocks = [
+            placed[place] if place in placed else self._host.block_of(_known(content))
+            for place, content in enumerate(contents)
+        ]
+        return host_blocks, list(waits.values())
 
     def _start(self, kind: CopyKind, moves: list[Move]) -> _OpenJob:
         self._num_jobs += 1

@@ -18,7 +18,7 @@ from .host_tier import HostTier, Move
 from .integrity import check
 from .output import DeviceCopy, Int32Array
 from .prefix import Prefix, place_loads
-from .request import Publication, Sequence
+from .request import HashChain, Publication, Sequence
 from .running_batch import RunningBatch
 
 # A row whose next block shall never be published.
@@ -265,7 +265,7 @@ class KVCacheManager:
             if content is None:
                 publication.stopped = True
                 return
-            self._note_route(sequence, place, content)
+            self.note_route(sequence.chain, place, content)
         publication.last = content
         publication.last_id = content.id
         publication.num_blocks = place + 1
@@ -288,17 +288,17 @@ class KVCacheManager:
         while content.id == content_id and (block := content.blocks[Tier.DEVICE]) is not None:
             self._pool.unpublish(block)
 
-    def _note_route(self, sequence: Sequence, place: int, content: Content) -> None:
+    def note_route(self, chain: HashChain, place: int, content: Content) -> None:
         """Where a stride of the route chain ends with this block, let it be reported."""
         number = place + 1
         if number <= self._stride:
-            self._index.add_stride(content, 1, sequence.chain.hashes[place])
+            self._index.add_stride(content, 1, chain.hashes[place])
         elif number % self._stride == 0:
-            self._index.add_stride(content, self._stride, self._route_hash(sequence, number))
+            self._index.add_stride(content, self._stride, self._route_hash(chain, number))
 
-    def _route_hash(self, sequence: Sequence, num_blocks: int) -> bytes:
+    def _route_hash(self, chain: HashChain, num_blocks: int) -> bytes:
         """The route chain's entry at a block count that ends a long stride."""
-        chain, stride = sequence.chain, self._stride
+        stride = self._stride
         wanted = num_blocks // stride - 1  # the first long stride is number 1
         while len(chain.routes) < wanted:
             previous = chain.routes[-1] if chain.routes else chain.hashes[stride - 1]

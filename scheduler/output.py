@@ -57,6 +57,7 @@ class CopyKind(StrEnum):
 
     STORE = "store"  # device → host
     LOAD = "load"  # host → device
+    IMPORT = "import"  # what another replica sent and this rank has staged → host
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +66,15 @@ class CopyJob:
     fenced in their pools until the job's `CopyDone` is processed.
 
     A STORE is ordered after the step before it (it must see that step's writes) and a LOAD
-    before any step that reads its targets.
+    before any step that reads its targets. The sources of an IMPORT are places in what the rank
+    has staged under the number `staging`.
     """
 
     job_id: int
     kind: CopyKind
     sources: Int32Array
     targets: Int32Array
+    staging: int = 0
 
 
 @dataclass(frozen=True, slots=True)

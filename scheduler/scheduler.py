@@ -65,6 +65,8 @@ class Scheduler:
         self._results = StepResults(self._books, self._outbox, self._life, eos)
         self._exhaustion = Exhaustion(self._books, self._life)
         self._admission = Admission(self._books, self._life)
+        self.exports = self._books.exports
+        self.imports = self._books.imports
         self._requests = self._life.requests
         self._sequences = self._life.sequences
         self._deadlines: list[tuple[float, int, str]] = []
@@ -101,7 +103,8 @@ class Scheduler:
         for sequence in list(entry.sequences):
             if request.sampling.max_tokens != 0 and len(sequence.token_ids) >= limit:
                 self._life.finish(sequence, FinishReason.LENGTH, now)
-        self._life.release_first(entry)
+        if request.transfer is None or not self.imports.hold(entry, request.transfer, now):
+            self._life.release_first(entry)
 
     def abort_request(self, request_key: str) -> bool:
         """Forget a request at once; nothing is told of it any more. False: it is unknown."""
@@ -138,6 +141,7 @@ class Scheduler:
     def schedule(self, now: float) -> SchedulerOutput | None:
         """Decide the next step. None: there is nothing to do now."""
         self._expire(now)
+        self._end_transfers(now)
         plan = StepPlan(self._step + 1)
         self._drill(plan)
         self._plan_running(plan, now)
@@ -222,6 +226,8 @@ class Scheduler:
         """
         for sequence in list(self._queue):
             self._life.forget_swapped(sequence)
+        self.exports.void()
+        self.imports.void()
         num_dropped = self._books.pool.unpublish_all() + self._books.host.clear()
         for sequence in self._sequences.values():
             self._books.manager.stop_publishing(sequence)
@@ -268,6 +274,14 @@ class Scheduler:
             for sequence in list(request.sequences):
                 if sequence.state is not SequenceState.FINISHED:
                     self._life.finish(sequence, FinishReason.DEADLINE, now)
+
+    def _end_transfers(self, now: float) -> None:
+        """Who waited for blocks of another replica enters the queue, come what came of it."""
+        self.exports.expire(now)
+        self.imports.expire(now)
+        for request in self.imports.take_released():
+            if self._requests.get(request.key) is request:
+                self._life.release_first(request)
 
     # ── planning ──────────────────────────────────────────────────────────────────────────
 

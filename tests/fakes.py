@@ -51,6 +51,14 @@ def fake_kv(previous: int, token: int, position: int) -> int:
     return _mix(previous, token + 1, position)
 
 
+def fake_blocks(token_bytes: bytes, block_size: int) -> Uint64Array:
+    """What the full blocks of these tokens hold: uint64 [num_blocks, block_size]."""
+    slots: list[int] = []
+    for position, token in enumerate(np.frombuffer(token_bytes, "<i4").tolist()):
+        slots.append(fake_kv(slots[-1] if slots else 0, token, position))
+    return np.array(slots, dtype=np.uint64).reshape(-1, block_size)
+
+
 def fake_token(
     digest: int, sampling: SamplingParams, index: int, position: int, vocab_size: int
 ) -> int:
@@ -161,6 +169,7 @@ class FakeModel:
     hold_copies: bool = False
     rows: dict[int, _Row] = field(default_factory=dict)
     open_jobs: list[CopyJob] = field(default_factory=list)
+    staged: dict[int, Uint64Array] = field(default_factory=dict)
     num_computed_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -212,6 +221,10 @@ class FakeModel:
         self.open_jobs += jobs
 
     def _copy(self, job: CopyJob, ok: bool) -> None:
+        if job.kind is CopyKind.IMPORT:
+            staged = self.staged.pop(job.staging)
+            self.host[job.targets] = staged[job.sources] if ok else np.uint64(UNWRITTEN)
+            return
         source, target = (
             (self.device, self.host) if job.kind is CopyKind.STORE else (self.host, self.device)
         )

@@ -9,9 +9,10 @@ step; every output is compared with its oracle; at the end nothing may be left.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from scheduler_harness import Cluster, Sample, make_request
+from scheduler_harness import Cluster, Sample, make_identity, make_request
+from transfer_fuzz import TRANSFER_COUNTS, Transfers, random_transfer
 
 from pagefleet.protos.errors import InvalidArgument, Overloaded
 from pagefleet.protos.messages import AdmissionClass, EngineRequest, FinishReason
@@ -55,6 +56,10 @@ class Totals:
         ):
             self.counts[name] = self.counts.get(name, 0) + getattr(stats, name)
 
+    def add_transfers(self, transfers: Transfers) -> None:
+        for name in TRANSFER_COUNTS:
+            self.counts[name] = self.counts.get(name, 0) + transfers.counts[name]
+
 
 class Episode:
     """One random replica under random load."""
@@ -85,6 +90,7 @@ class Episode:
             hash_bits=chance.choice((128, 128, 8, 3)),
         )
         self.cluster.model.hold_copies = self.copies != "prompt"
+        self.transfers = Transfers(self.cluster, chance)
         self.alive: list[EngineRequest] = []
         self.ended_by_force: set[tuple[str, int]] = set()
         self.kept: dict[tuple[str, int], int] = {}
@@ -98,7 +104,9 @@ class Episode:
         # Work that is held back by copies must end once they do.
         for _ in range(100_000):
             self._end_copies()
-            if not self._step() and not self.cluster.model.open_jobs:
+            self.transfers.end()
+            is_waiting = self.cluster.model.open_jobs or len(self.cluster.scheduler.imports)
+            if not self._step() and not is_waiting:
                 break
         else:
             raise AssertionError(f"no end in sight: {self.cluster.scheduler.stats()}")
@@ -122,6 +130,9 @@ class Episode:
             self.cluster.scheduler.check_integrity()
         elif dice < 0.36:
             self.cluster.scheduler.take_route_events()
+        elif dice < 0.46:
+            identity = make_identity(block_size=self.block_size)
+            self.transfers.act(identity, self._prompt())
 
     def _step(self) -> bool:
         if self.copies != "prompt" and self.chance.random() < 0.3:
@@ -171,6 +182,7 @@ class Episode:
             cache_salt=chance.choice(("", "", "other")),
             prompt_logprobs=chance.choice((None, None, None, 1)),
         )
+        request = replace(request, transfer=random_transfer(chance, request))
         try:
             self.cluster.submit(request)
         except (InvalidArgument, Overloaded):
@@ -240,6 +252,7 @@ def fuzz(seed: int, num_steps: int, steps_per_episode: int = 150) -> Totals:
         totals.steps += stats.steps
         totals.requests += len(episode.cluster.requests)
         totals.add(stats)
+        totals.add_transfers(episode.transfers)
         for sample in episode.cluster.samples.values():
             reason = str(sample.finish_reason)
             totals.finished[reason] = totals.finished.get(reason, 0) + 1

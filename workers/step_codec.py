@@ -152,7 +152,9 @@ def _encode_rare(output: SchedulerOutput) -> bytes:
         for new in output.new_rows
     ]
     copies = [[copy.source, copy.target, copy.num_slots] for copy in output.device_copies]
-    jobs = [[job.job_id, job.kind.value, len(job.sources)] for job in output.copy_jobs]
+    jobs = [
+        [job.job_id, job.kind.value, len(job.sources), job.staging] for job in output.copy_jobs
+    ]
     return json.dumps([new_rows, copies, jobs], separators=(",", ":")).encode()
 
 
@@ -162,8 +164,8 @@ def _decode_rare(rare: bytearray, reader: _Reader) -> _Rare:
         new_rows=tuple(_new_row(entry, reader) for entry in new_rows),
         device_copies=tuple(DeviceCopy(*entry) for entry in copies),
         copy_jobs=tuple(
-            CopyJob(job_id, CopyKind(kind), reader.take(length), reader.take(length))
-            for job_id, kind, length in jobs
+            CopyJob(job_id, CopyKind(kind), reader.take(length), reader.take(length), staging)
+            for job_id, kind, length, staging in jobs
         ),
     )
 

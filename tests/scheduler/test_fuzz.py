@@ -22,6 +22,8 @@ def test_random_load_on_random_replicas():
     # A slice that never met these would prove nothing about them.
     for name in ("preemptions_recompute", "preemptions_swap", "copies_on_write", "blocks_evicted"):
         assert totals.counts[name] > 0, totals
+    for name in ("blocks_imported", "imports_failed", "exports_read"):
+        assert totals.counts[name] > 0, totals
     for name in ("blocks_loaded", "copies_failed", "collisions_refused", "hit_tokens"):
         assert totals.counts[name] > 0, totals
 

@@ -56,6 +56,7 @@ OUTPUT = SchedulerOutput(
     copy_jobs=(
         CopyJob(1, CopyKind.STORE, ints(1, 2), ints(3, 4)),
         CopyJob(2, CopyKind.LOAD, ints(8), ints(9)),
+        CopyJob(3, CopyKind.IMPORT, ints(0, 1), ints(5, 6), staging=7),
     ),
     draft_token_ids=ints(-1, -1, 5, 6).reshape(2, 2),
 )
@@ -91,7 +92,7 @@ def test_the_example_sets_every_field() -> None:
             value, default = getattr(example, field.name), getattr(neutral, field.name)
             changed = len(value) > 0 if isinstance(value, np.ndarray) else value != default
             assert changed, field.name
-    assert len(fields(NewRow)) == 7 and len(fields(CopyJob)) == 4 and len(fields(DeviceCopy)) == 3
+    assert len(fields(NewRow)) == 7 and len(fields(CopyJob)) == 5 and len(fields(DeviceCopy)) == 3
 
 
 def test_an_empty_step_survives() -> None:
