@@ -21,6 +21,8 @@ class AdmissionConfig:
     appointment_grace_s: how late a client may come and still be let in first.
     appointment_early_s: how early it may come.
     outage_s: what waits is refused once no replica has served the model for so long.
+    hold_s: where replicas come on demand, a request waits so long for the first one; 0 = they do
+        not, and a newcomer is refused while there is none.
     """
 
     max_queued_requests: int = 4096
@@ -33,6 +35,7 @@ class AdmissionConfig:
     appointment_early_s: float = 0.05
     max_appointments: int = 100_000
     outage_s: float = 10.0
+    hold_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from ..protos.messages import (
     Refused,
     ReplicaInfo,
     ReplicaReport,
+    ReplicaState,
     ReportReply,
     ReserveRequest,
     Ticket,
@@ -38,6 +39,7 @@ from .replica_view import ReplicaView
 
 _WATCHDOG_STEPS = 20  # a step may take so many times its usual length before it counts as stuck
 _UNKNOWN_MODEL_RETRY_S = 1.0
+_REPLACED_RETRY_S = 1.0
 _MAX_REMEMBERED_DEAD = 1024
 DRAIN_S = 30.0  # how long the streams of a draining replica may go on, unless told otherwise
 
@@ -89,7 +91,9 @@ class Controller:
         self.config = config
         self._rng = rng
         self._started_at = now
-        self._pools: dict[str, ModelPool] = {}
+        # By model: the pool that new requests go to, then those of other weights that some replica
+        # still has, or that requests still wait for.
+        self._pools: dict[str, list[ModelPool]] = {}
         self._aliases: dict[str, str] = {}
         self._views: dict[str, tuple[ModelPool, ReplicaView]] = {}
         self._dead: dict[tuple[str, str], float] = {}
@@ -111,15 +115,14 @@ class Controller:
         if known is not None:
             if known[1].info.incarnation == info.incarnation:
                 return ReportReply(needs_snapshot=known[1].needs_snapshot)
-            self._remove(info.replica_id)
-        pool = self._pool_for(info)
-        if any(view.info.identity != info.identity for view in pool.pool.replicas.values()):
-            return ReportReply(fence=True)  # its hashes and its KV mean something else
+            self._remove(info.replica_id, now)
+        pool = self._pool_for(info, card)
         view = pool.pool.add(info, card, now)
         view.drain(self._drained.get(info.replica_id), now)
         self._views[info.replica_id] = (pool, view)
         for alias in card.aliases:
             self._aliases[alias] = info.model
+        self._elect(info.model, now)
         return view.reply(now, needs_snapshot=True)
 
     def report(self, report: ReplicaReport, now: float) -> ReportReply:
@@ -152,7 +155,7 @@ class Controller:
             self._dead[(replica_id, known[1].info.incarnation)] = now
             if len(self._dead) > _MAX_REMEMBERED_DEAD:
                 del self._dead[next(iter(self._dead))]
-            self._remove(replica_id)
+            self._remove(replica_id, now)
             self._pump(known[0], now)
 
     def drain(
@@ -172,8 +175,17 @@ class Controller:
             until = min(now + drain_s, self._drained.get(replica_id, math.inf))
             self._drained[replica_id] = until
         known[1].drain(self._drained.get(replica_id), now)
+        self._elect(known[1].info.model, now)
         self._pump(known[0], now)
         return True
+
+    def can_move(self, replica_id: str) -> bool:
+        """Whether another replica could go on with this one's streams: one of the same weights."""
+        known = self._views.get(replica_id)
+        return known is not None and any(
+            view is not known[1] and view.state is ReplicaState.READY
+            for view in known[0].pool.replicas.values()
+        )
 
     # Requests
 
@@ -187,9 +199,9 @@ class Controller:
             if request.attempt == entry.attempt:
                 return self._answer_again(entry, now)
             self._supersede(entry, request.request_key, now)
-        pool = self._pools.get(self._aliases.get(request.model, request.model))
-        if pool is None:
-            return self._refuse_unknown_model(request, now)
+        pool = self._pool_of(request, now)
+        if isinstance(pool, Refused):
+            return pool
         if self._decisions.is_watched(now):
             self._decisions.asked(request, explain(pool, request, now))
         outcome = pool.submit(request, now)
@@ -251,7 +263,7 @@ class Controller:
         for info in dead:
             self.declare_dead(info.replica_id, now)
         self._forget_gateways(now)
-        for pool in self._pools.values():
+        for pool in self._all_pools():
             records, refused = pool.expire(now)
             for record in records:
                 self._forget_lease(record)
@@ -267,21 +279,20 @@ class Controller:
 
     def next_wakeup(self, now: float) -> float | None:
         """When `tick` should be called next, at the latest; None = nothing is pending."""
-        wakeups = [pool.next_wakeup(now) for pool in self._pools.values()]
+        wakeups = [pool.next_wakeup(now) for pool in self._all_pools()]
         return min((moment for moment in wakeups if moment is not None), default=None)
 
     # Looking
 
     def model_cards(self) -> tuple[ModelCard, ...]:
-        """One per model that a replica serves."""
-        cards: dict[str, ModelCard] = {}
-        for _, view in self._views.values():
-            cards.setdefault(view.info.model, view.card)
-        return tuple(cards.values())
+        """One per model that a replica serves, or would once somebody asks."""
+        holds = self.config.admission.hold_s > 0.0
+        current = [pools[0] for pools in self._pools.values()]
+        return tuple(pool.card for pool in current if holds or pool.pool.replicas)
 
     def cluster_state(self, now: float) -> ClusterState:
         """Everything that a status page shows."""
-        pools = self._pools.values()
+        pools = self._all_pools()
         return ClusterState(
             replicas=tuple(status for pool in pools for status in pool.pool.statuses(now)),
             queued_requests=sum(len(pool.queue) for pool in pools),
@@ -296,15 +307,13 @@ class Controller:
 
     def explain(self, request: ReserveRequest, now: float) -> Explanation | Refused:
         """What would happen to the request now, and why."""
-        pool = self._pools.get(self._aliases.get(request.model, request.model))
-        if pool is None:
-            return self._refuse_unknown_model(request, now)
-        return explain(pool, request, now)
+        pool = self._pool_of(request, now)
+        return pool if isinstance(pool, Refused) else explain(pool, request, now)
 
     def watch(self, now: float) -> ClusterView:
         """All that a dashboard shows but the prefixes. Its cost is worth it for some seconds."""
         self._decisions.watch(now)
-        pools = tuple(self._pools.values())
+        pools = tuple(self._all_pools())
         return make_view(pools, self.cluster_state(now), self._decisions.views(now), now)
 
     def recent_prompts(self) -> tuple[ReserveRequest, ...]:
@@ -313,17 +322,21 @@ class Controller:
 
     def with_prefixes(self, view: ClusterView, runs: Sequence[Run]) -> ClusterView:
         """The view with these prefixes, and what is resident of them."""
-        return replace(view, prefixes=prefix_nodes(self._pools, runs))
+        return replace(view, prefixes=prefix_nodes(self.pools(), runs))
 
     def pools(self) -> dict[str, ModelPool]:
-        """By model, for tests and the simulator."""
-        return self._pools
+        """By model, those that new requests go to."""
+        return {model: pools[0] for model, pools in self._pools.items()}
+
+    def pools_of(self, model: str) -> tuple[ModelPool, ...]:
+        """Those of one model, one for each set of weights."""
+        return tuple(self._pools.get(model, ()))
 
     def check_integrity(self) -> None:
         """Assert that the parts and the maps between them agree."""
-        for pool in self._pools.values():
+        for pool in self._all_pools():
             pool.check_integrity()
-        waiting = sum(len(pool.queue) for pool in self._pools.values())
+        waiting = sum(len(pool.queue) for pool in self._all_pools())
         entries = self._entries.values()
         assert waiting == sum(entry.waiting is not None for entry in entries)
         for key, entry in self._entries.items():
@@ -336,28 +349,90 @@ class Controller:
 
     # One step each
 
-    def _pool_for(self, info: ReplicaInfo) -> ModelPool:
-        pool = self._pools.get(info.model)
-        if pool is None or (not pool.pool.replicas and pool.block_size != info.identity.block_size):
-            pool = self._pools[info.model] = ModelPool(
-                info.model,
-                info.identity.block_size,
-                make_policy(self.config.policy, self.config.late_binding),
-                self.config.admission,
-                self.config.lease_ttl_s,
-                self._draw_lease_id,
-                self._rng,
-            )
+    def _pool_of(self, request: ReserveRequest, now: float) -> ModelPool | Refused:
+        """Where it has to go: what has begun goes on with the weights it began with."""
+        now_served = self._pools.get(self._aliases.get(request.model, request.model))
+        if now_served is None:
+            return self._refuse_unknown_model(request, now)
+        if request.weights is None:
+            return now_served[0]
+        for pool in now_served:
+            if pool.identity.weights == request.weights and (
+                pool.num_serving or pool is now_served[0]
+            ):
+                return pool
+        return _refused_replaced(request)
+
+    def _all_pools(self) -> list[ModelPool]:
+        return [pool for pools in self._pools.values() for pool in pools]
+
+    def _pool_for(self, info: ReplicaInfo, card: ModelCard) -> ModelPool:
+        pools = self._pools.setdefault(info.model, [])
+        for pool in pools:
+            if pool.identity == info.identity:
+                pool.card = card
+                return pool
+        pool = ModelPool(
+            info.model,
+            info.identity.block_size,
+            make_policy(self.config.policy, self.config.late_binding),
+            self.config.admission,
+            self.config.lease_ttl_s,
+            self._draw_lease_id,
+            self._rng,
+            info.identity,
+            card,
+        )
+        if pools:
+            pool.lengths = pools[0].lengths  # outputs of other weights are as long
+        pools.append(pool)
         return pool
+
+    def _elect(self, model: str, now: float) -> None:
+        """New requests go where most replicas serve, of equals to the newest weights."""
+        pools = self._pools[model]
+        if len(pools) == 1:
+            return
+        before = pools[0]
+        pools.sort(key=_precedence, reverse=True)
+        if pools[0] is not before:
+            self._transfer(before, pools[0], now)
+        for pool in pools[1:]:
+            if not pool.num_serving:  # what waits for these weights waits in vain
+                for waiting in list(pool.queue):
+                    self._refuse_waiting(pool, waiting, _refused_replaced(waiting.request))
+        self._pools[model] = [
+            pool for pool in pools if pool is pools[0] or pool.pool.replicas or len(pool.queue)
+        ]
+
+    def _transfer(self, old: ModelPool, new: ModelPool, now: float) -> None:
+        """Who waits and has not begun may begin with other weights."""
+        for waiting in list(old.queue):
+            if waiting.request.weights is not None:
+                continue
+            outcome = new.take_over(waiting, now)
+            if isinstance(outcome, Refused):
+                self._refuse_waiting(old, waiting, outcome)
+                continue
+            old.withdraw(waiting)
+            entry = self._entries[waiting.request.request_key]
+            entry.pool, entry.waiting = new, outcome
+        self._pump(new, now)
+
+    def _refuse_waiting(self, pool: ModelPool, waiting: WaitingRequest, answer: Refused) -> None:
+        pool.withdraw(waiting)
+        del self._entries[waiting.request.request_key]
+        self._send(waiting.request.gateway_id, answer)
 
     def _draw_lease_id(self) -> int:
         self._next_lease_id += 1
         return self._next_lease_id
 
-    def _remove(self, replica_id: str) -> None:
+    def _remove(self, replica_id: str, now: float) -> None:
         pool, view = self._views.pop(replica_id)
         for record in pool.remove_replica(view):
             self._forget_lease(record)
+        self._elect(view.info.model, now)
 
     def _pump(self, pool: ModelPool, now: float, newcomer: str | None = None) -> Lease | None:
         """Grant what can start; the newcomer's lease is returned, others' wait in outboxes."""
@@ -434,20 +509,11 @@ class Controller:
 
     def _refuse_unknown_model(self, request: ReserveRequest, now: float) -> Refused:
         if now - self._started_at < self.config.restart_grace_s:
-            return Refused(
-                request.request_key,
-                request.attempt,
-                "Unavailable",
-                "no replica of this model has registered yet",
-                _UNKNOWN_MODEL_RETRY_S,
-            )
+            reason = "no replica of this model has registered yet"
+            return _refused(request, "Unavailable", reason, _UNKNOWN_MODEL_RETRY_S)
         served = ", ".join(sorted(self._pools)) or "none"
-        return Refused(
-            request.request_key,
-            request.attempt,
-            "ModelNotFound",
-            f"model {request.model!r} is not served here; served: {served}",
-        )
+        reason = f"model {request.model!r} is not served here; served: {served}"
+        return _refused(request, "ModelNotFound", reason)
 
     def _find_dead(self, now: float) -> list[ReplicaInfo]:
         dead: list[ReplicaInfo] = []
@@ -476,10 +542,21 @@ class Controller:
             self.release(key, attempt, now)
 
 
+def _precedence(pool: ModelPool) -> tuple[int, int]:
+    return pool.num_serving, pool.identity.weights_version
+
+
 def _superseded(request: ReserveRequest) -> Refused:
-    return Refused(
-        request.request_key,
-        request.attempt,
-        "RequestCancelled",
-        "a later attempt of the same request has been made",
-    )
+    reason = "a later attempt of the same request has been made"
+    return _refused(request, "RequestCancelled", reason)
+
+
+def _refused_replaced(request: ReserveRequest) -> Refused:
+    reason = "the weights that it began with have been replaced"
+    return _refused(request, "Unavailable", reason, _REPLACED_RETRY_S)
+
+
+def _refused(
+    request: ReserveRequest, error: str, reason: str, retry_after_s: float | None = None
+) -> Refused:
+    return Refused(request.request_key, request.attempt, error, reason, retry_after_s)

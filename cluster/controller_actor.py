@@ -15,7 +15,8 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -35,6 +36,7 @@ from ..protos.messages import (
     ReserveRequest,
     Ticket,
 )
+from .autoscaling import BlockDemand, block_demand
 from .call_times import CallClock
 from .controller import DRAIN_S, Controller, ControllerConfig
 from .prefix_forest import grow_forest
@@ -45,6 +47,7 @@ logger = logging.getLogger(__name__)
 _LONG_POLL_S = 10.0
 _MAX_TICK_S = 0.5
 _MIN_TICK_S = 0.002
+_MAX_REMEMBERED_DEAD = 128
 _FROZEN_S = 1.5  # nothing asks for the time for so long: the process did not run
 CONCURRENCY_GROUPS = {"reports": 1000, "reserve": 1000, "waits": 10_000}
 
@@ -70,9 +73,12 @@ class ControllerService:
         self._calls = CallClock()
         self._controller = Controller(config, rng or random.Random(), clock())
         self._asked_at = clock()
+        self._called_at = clock()
+        self._epoch = time.time()  # the next life's is higher, on whichever node
+        self._num_demands = 0
         self._frozen_s = 0.0
         self._pollers: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Event]] = {}
-        self._dead: list[ReplicaInfo] = []
+        self._dead: deque[ReplicaInfo] = deque(maxlen=_MAX_REMEMBERED_DEAD)
 
     @ray.method(concurrency_group="reports")
     async def register_replica(self, info: ReplicaInfo, card: ModelCard) -> ReportReply:
@@ -124,7 +130,24 @@ class ControllerService:
 
     async def model_cards(self) -> tuple[ModelCard, ...]:
         with self._lock:
+            self._called_at = self._clock()
             return self._controller.model_cards()
+
+    async def block_demands(self, startup_s: Mapping[str, float]) -> dict[str, BlockDemand]:
+        """Of each model asked for. startup_s: what its replicas take to start, if none has yet."""
+        with self._lock:
+            self._num_demands += 1
+            now = self._now()
+            return {
+                model: block_demand(
+                    self._controller.pools_of(model),
+                    now,
+                    startup_s=expected_s,
+                    epoch=self._epoch,
+                    sequence=self._num_demands,
+                )
+                for model, expected_s in startup_s.items()
+            }
 
     async def cluster_state(self) -> ClusterState:
         with self._lock:
@@ -167,10 +190,9 @@ class ControllerService:
         return known
 
     async def dead_replicas(self) -> tuple[ReplicaInfo, ...]:
-        """Replicas declared dead since the last call: a supervisor kills and rebuilds them."""
+        """Replicas lately declared dead: each supervisor kills and rebuilds its own of them."""
         with self._lock:
-            dead, self._dead = tuple(self._dead), []
-        return dead
+            return tuple(self._dead)
 
     async def check_integrity(self) -> None:
         with self._lock:
@@ -192,6 +214,11 @@ class ControllerService:
             return _MAX_TICK_S
         return max(_MIN_TICK_S, min(wakeup - now, _MAX_TICK_S))
 
+    @property
+    def silence_s(self) -> float:
+        """For how long neither a gateway nor a replica has called."""
+        return self._clock() - self._called_at
+
     async def run(self) -> None:
         """Tick for ever."""
         while True:
@@ -202,6 +229,8 @@ class ControllerService:
         """Under the lock; how long it is held for is counted, the wait for it is not."""
         with self._lock:
             began = time.perf_counter()
+            if call != "tick":
+                self._called_at = self._clock()
             try:
                 yield
             finally:
@@ -225,21 +254,39 @@ class ControllerService:
 
 
 class ControllerActor(ControllerService):
-    """The service with its timer; made an actor by `start_controller`."""
+    """The service with its timer; made an actor by `start_controller`.
 
-    def __init__(self, config: ControllerConfig | None = None) -> None:
+    Args:
+        linger_s: it ends itself once nobody has called it for so long; None = it never does.
+    """
+
+    def __init__(
+        self, config: ControllerConfig | None = None, linger_s: float | None = None
+    ) -> None:
         super().__init__(config or ControllerConfig())
+        self._linger_s = linger_s
         threading.Thread(target=self._run_timer, name="controller-timer", daemon=True).start()
 
     def _run_timer(self) -> None:
         while True:
             time.sleep(self.tick())
+            if self._linger_s is not None and self.silence_s > self._linger_s:
+                logger.info("nobody has called for %g s: the controller ends", self._linger_s)
+                ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
 def start_controller(
-    config: ControllerConfig | None = None, *, name: str | None = None, namespace: str | None = None
+    config: ControllerConfig | None = None,
+    *,
+    name: str | None = None,
+    namespace: str | None = None,
+    linger_s: float | None = None,
 ) -> ActorHandle[ControllerActor]:
-    """Create the actor: no CPU of its own, restarted for ever, never retrying a call."""
+    """Create the actor: no CPU of its own, restarted for ever, never retrying a call.
+
+    linger_s: it outlives whoever creates it, until nobody has called it for so long; if there is
+    one of that name, it is that one, with the settings that it has.
+    """
     actor = ray.remote(
         num_cpus=0,
         max_restarts=-1,
@@ -247,6 +294,10 @@ def start_controller(
         concurrency_groups=CONCURRENCY_GROUPS,
     )(ControllerActor)  # pyright: ignore[reportCallIssue]
     options = actor.options(
-        name=name, namespace=namespace, scheduling_strategy=on_this_node(soft=True)
+        name=name,
+        namespace=namespace,
+        scheduling_strategy=on_this_node(soft=True),
+        get_if_exists=linger_s is not None,
+        lifetime=None if linger_s is None else "detached",
     )
-    return options.remote(config)
+    return options.remote(config, linger_s)

@@ -24,6 +24,7 @@ from ..protos.messages import (
     SamplingParams,
     SequenceDelta,
     Usage,
+    Weights,
 )
 from ..scheduler.block_hash import root_hash, route_hashes
 from .engine_client import EngineClient, EngineStream, ReplicaLost
@@ -99,6 +100,7 @@ class GenerationRun:
         self._admitted_at: float | None = None
         self._failing_since: float | None = None
         self._resumes = 0
+        self._weights: Weights | None = None  # of the output so far
         self._wants_prompt_logprobs = sampling.prompt_logprobs is not None
         self._samples = [self._make_sample(index) for index in range(sampling.n)]
 
@@ -162,6 +164,7 @@ class GenerationRun:
             tenant=self._call.tenant,
             retry_token=self._call.retry_token,
             excluded=self._excluded,
+            weights=self._weights,
         )
 
     def _engine_request(self, lease: Lease) -> EngineRequest:
@@ -211,6 +214,8 @@ class GenerationRun:
         sample = self._samples[delta.index]
         had_finished = sample.finish_reason is not None
         accepted = sample.accept(delta)
+        if delta.token_ids:
+            self._weights = lease.weights
         if accepted.token_ids:
             self._failing_since = None
             if sample.first_token_at is None:

@@ -1,4 +1,5 @@
-"""One model: its replicas, its queue and its policy, and the one step that joins them.
+"""One model with one set of weights: its replicas, its queue, its policy, and the one step that
+joins them.
 
 Route and reserve happen in the same call, in one owner, so nobody can see room that another has
 just taken. Knows nothing of gateways, of Ray, or of other models.
@@ -7,11 +8,13 @@ just taken. Knows nothing of gateways, of Ray, or of other models.
 import heapq
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..protos.messages import (
     AdmissionClass,
+    CacheIdentity,
     Lease,
+    ModelCard,
     Refused,
     ReplicaReport,
     ReportReply,
@@ -61,6 +64,8 @@ class ModelPool:
     lease_ttl_s: float
     next_lease_id: Callable[[], int]
     rng: random.Random
+    identity: CacheIdentity
+    card: ModelCard
     pool: ReplicaPool = field(init=False)
     queue: FairQueue = field(default_factory=FairQueue, init=False)
     lengths: OutputLengths = field(default_factory=OutputLengths, init=False)
@@ -79,6 +84,11 @@ class ModelPool:
     def __post_init__(self) -> None:
         self.pool = ReplicaPool(self.block_size, speculative=self.policy.speculative)
         self.book = AppointmentBook(self.admission, self.rng)
+
+    @property
+    def num_serving(self) -> int:
+        """Replicas that take requests, or soon will."""
+        return sum(not view.draining for view in self.pool.replicas.values())
 
     # Replicas
 
@@ -117,6 +127,16 @@ class ModelPool:
             if grant is not None:
                 return grant
         return self._admit(request, need, now)
+
+    def take_over(self, waiting: WaitingRequest, now: float) -> WaitingRequest | Refused:
+        """Queue a request that waits in another pool, as if it had come here first."""
+        request, deadline_at = waiting.request, waiting.deadline_at
+        problem = self._never_fits(request)
+        if problem is not None:
+            return _refused(request, "InvalidArgument", problem)
+        if deadline_at is not None:
+            request = replace(request, deadline_s=max(0.0, deadline_at - now))
+        return self._admit(request, self.need_of(request), now, since=waiting.since)
 
     def pump(self, now: float) -> list[Grant]:
         """Give leases to waiting requests while one can start somewhere."""
@@ -192,13 +212,17 @@ class ModelPool:
     # One step each
 
     def _refuse_abandoned(self, now: float) -> list[tuple[WaitingRequest, Refused]]:
-        """Refuse all that waits where no replica serves, and none has come back in time."""
-        serves = any(not view.draining for view in self.pool.replicas.values())
-        if serves or self._served_at is None:
+        """Refuse what waits where no replica serves, and none has come in time."""
+        if self.num_serving or self._served_at is None:
             self._served_at = now
-        if now - self._served_at <= self.admission.outage_s:
+        patience_s = max(self.admission.outage_s, self.admission.hold_s)
+        if now - self._served_at <= patience_s:
             return []
-        abandoned = list(self.queue)
+        # Where replicas come on demand, the demand began with the request.
+        holds = self.admission.hold_s > 0.0
+        abandoned = [
+            waiting for waiting in self.queue if not holds or now - waiting.arrived_at > patience_s
+        ]
         for waiting in abandoned:
             self.withdraw(waiting)
         self.stats.refused += len(abandoned)
@@ -212,7 +236,7 @@ class ModelPool:
         self, request: ReserveRequest, now: float, *, book: bool = True
     ) -> Refused | None:
         """Why it is not even queued. book: whether a full queue makes an appointment."""
-        if not self.pool.replicas:
+        if not self.pool.replicas and not self.admission.hold_s:
             return _refused(request, "Unavailable", "no replica is ready", retry_after_s=1.0)
         if request.deadline_s is not None and request.deadline_s <= 0.0:
             return _refused_deadline(request)
@@ -344,9 +368,11 @@ class ModelPool:
         hit = float(routed.hit_tokens()[slot])
         return self._grant(request, need, slot, hit, now)
 
-    def _admit(self, request: ReserveRequest, need: Need, now: float) -> WaitingRequest:
+    def _admit(
+        self, request: ReserveRequest, need: Need, now: float, since: float | None = None
+    ) -> WaitingRequest:
         appointment = self.book.find(request.retry_token, now)
-        since = now
+        since = now if since is None else since
         if appointment is not None:
             since = appointment.refused_at
             self.book.keep(request.retry_token)
@@ -416,6 +442,7 @@ class ModelPool:
             need.num_blocks,
             request.num_tokens - uncached,
             self.lease_ttl_s,
+            self.identity.weights,
         )
         columns = self.pool.columns
         prefill_s = columns.backlog_s(now)[slot] + uncached * columns.token_s[slot]

@@ -8,6 +8,7 @@ there should be.
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar, cast
@@ -91,11 +92,21 @@ class RayReplica:
     """A placement group on one node, with a Worker in it and a RankWorker for each further rank.
 
     Where one rank ends, all do: what is left of a replica cannot compute anything.
+
+    Args:
+        placement: a group with a bundle for each rank that is there already, and stays; None = it
+            makes one of its own.
     """
 
-    def __init__(self, spec: ReplicaSpec, controller: "ActorHandle[object]") -> None:
+    def __init__(
+        self,
+        spec: ReplicaSpec,
+        controller: "ActorHandle[object]",
+        placement: PlacementGroup | None = None,
+    ) -> None:
         self._spec = spec
         self._controller = controller
+        self._given_placement = placement
         self._placement: PlacementGroup | None = None
         self._worker: ActorHandle[object] | None = None
         self._ranks: list[ActorHandle[object]] = []
@@ -114,16 +125,19 @@ class RayReplica:
 
     async def start(self) -> ReplicaInfo:
         """See Replica."""
-        self._placement = await self._place()
-        self._worker = worker = self._create_worker(self._placement)
+        asked_at = time.time()
+        placement = self._given_placement
+        if placement is None:
+            placement = self._placement = await self._place()
+        self._worker = worker = self._create_worker(placement)
         others = range(1, self._spec.num_ranks)
-        self._ranks = [self._create_rank(self._placement, rank) for rank in others]
+        self._ranks = [self._create_rank(placement, rank) for rank in others]
         try:
             for actor in (worker, *self._ranks):
                 self._processes.append(await _result(ProcessIdentity, actor.identify.remote()))
             if self._ranks:
                 await self._start_ranks(worker)
-            return await _result(ReplicaInfo, worker.start.remote())
+            return await _result(ReplicaInfo, worker.start.remote(asked_at))
         except RayTaskError as error:
             raise ReplicaFailed(f"{self._spec.replica_id}: {self._cause(error)}") from error
         except RayError as error:

@@ -155,8 +155,9 @@ class ReplicaPool:
 
     def _note_limits(self) -> None:
         infos = [view.info for view in self.replicas.values()]
-        self.max_context = max((info.max_context for info in infos), default=0)
-        self.max_num_blocks = max((info.num_blocks for info in infos), default=0)
+        if infos:  # the next one will be like the last
+            self.max_context = max(info.max_context for info in infos)
+            self.max_num_blocks = max(info.num_blocks for info in infos)
 
     def _add_slot(self) -> int:
         self.columns.add_slot()

@@ -40,7 +40,7 @@ _LATE_S = 2.0  # a drained replica may take so long beyond its time before it is
 class ControllerView:
     """What the controller says of incarnations.
 
-    dead: declared so since the last look. known: those that report. draining: those of them that
+    dead: declared so lately. known: those that report. draining: those of them that
     are to go.
     """
 

@@ -175,6 +175,9 @@ class SequenceDelta:
     score: float | None = None
 
 
+Weights = tuple[int, str]  # version, fingerprint
+
+
 @dataclass(frozen=True, slots=True)
 class CacheIdentity:
     """All that KV content depends on besides tokens; the root of both hash chains is made of it.
@@ -189,6 +192,11 @@ class CacheIdentity:
     adapter: str = ""
     salt: str = ""
     secret: str = ""
+
+    @property
+    def weights(self) -> "Weights":
+        """Which weights they are: a stream goes on with those it began with, or not at all."""
+        return self.weights_version, self.model_fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +226,8 @@ class ReplicaInfo:
     address: host:port of the leader's engine_server. stream_secret: what a gateway must show
     there; only the controller hands it out. max_context: the longest sequence, in tokens.
     block_bytes: of one block on one rank, 0 where unknown; prices loads from the host tier.
-    memory: how its memory is divided, for people to read.
+    memory: how its memory is divided, for people to read. startup_s: from the decision to start it
+    to this registration; 0 = unknown.
     """
 
     replica_id: str
@@ -237,6 +246,7 @@ class ReplicaInfo:
     tensor_parallel: int = 1
     block_bytes: int = 0
     memory: str = ""
+    startup_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +376,8 @@ class ReserveRequest:
     route_hashes: §3.2's route chain over prompt (and resumed output), 16 bytes each.
     num_tokens: tokens known now (prompt + resumed output). excluded: replicas that just failed
     this request. deadline_s: seconds left. request_id: the client's name for it, to be shown
-    only. traceparent: W3C trace context of who asks, empty = not traced.
+    only. traceparent: W3C trace context of who asks, empty = not traced. weights: those that its
+    output so far is of; None = it has none, and any will do.
     """
 
     request_key: str
@@ -385,11 +396,15 @@ class ReserveRequest:
     excluded: tuple[str, ...] = ()
     request_id: str = ""
     traceparent: str = ""
+    weights: Weights | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Blocks promised to one request on one incarnation until used, given back, or expired."""
+    """Blocks promised to one request on one incarnation until used, given back, or expired.
+
+    weights: of that incarnation.
+    """
 
     lease_id: int
     request_key: str
@@ -401,6 +416,7 @@ class Lease:
     num_blocks: int
     expected_hit_tokens: int
     expires_in_s: float
+    weights: Weights | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -413,6 +413,7 @@ class FakeController:
                     8,
                     0,
                     10.0,
+                    self.cards[0].identity.weights,
                 )
         return Refused(*key, "Unavailable", "no replica is ready", 2.0)
 

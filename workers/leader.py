@@ -9,6 +9,7 @@ import contextlib
 import logging
 import secrets
 import threading
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 from uuid import uuid4
@@ -66,7 +67,7 @@ def load_engine(
     model = runner.model_info
     identity = CacheIdentity(
         model_fingerprint=model.fingerprint,
-        weights_version=0,
+        weights_version=config.weights_version,
         kv_dtype=model.dtype,
         block_size=config.block_size,
     )
@@ -102,6 +103,7 @@ class Leader:
     Args:
         model: the name that clients know it by.
         host: the node's own address; the data plane listens there.
+        asked_at: when somebody decided to start it, on the wall clock; None = not known.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class Leader:
         *,
         host: str,
         node_id: str = "",
+        asked_at: float | None = None,
     ) -> None:
         self._engine = loaded.engine
         self._ended = threading.Event()
@@ -143,6 +146,7 @@ class Leader:
             node_id=node_id,
             block_bytes=loaded.runner.storage.layout.num_bytes,
             memory=loaded.runner.partition.text,
+            startup_s=0.0 if asked_at is None else max(0.0, time.time() - asked_at),
         )
         self._reporter = Reporter(
             self._engine,

@@ -88,10 +88,10 @@ class Worker:
         self._spec, self._store = open_group(name, world_size, host, self._config.device)
         return self._spec
 
-    def start(self) -> ReplicaInfo:
+    def start(self, asked_at: float | None = None) -> ReplicaInfo:
         """Load the model, with the other ranks if there are any, serve, register.
 
-        A new incarnation each time.
+        asked_at: see `Leader`.
         """
         assert self._leader is None, "one actor is one incarnation"
         # Python's 5 ms are several steps of a small model, and tokens would wait that long for
@@ -104,6 +104,7 @@ class Worker:
             self._link,
             host=ray.util.get_node_ip_address(),
             node_id=ray.get_runtime_context().get_node_id(),
+            asked_at=asked_at,
         )
         # What was loaded lives as long as the process: no collection needs to look at it again.
         gc.collect()

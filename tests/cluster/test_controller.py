@@ -163,13 +163,6 @@ def test_an_alias_names_the_same_model() -> None:
     assert reserve(controller, make_request(model="short")).replica_id == "r0"
 
 
-def test_another_identity_under_a_models_name_is_fenced() -> None:
-    controller, info = make_controller(), make_info("a")
-    join(controller, info)
-    other = make_info("b", identity=replace(info.identity, weights_version=2))
-    assert controller.register_replica(other, make_card(other), 1.0).fence
-
-
 def test_a_silent_replica_is_dead_and_its_waiting_requests_go_on() -> None:
     controller = make_controller(watchdog_s=5.0)
     a = join(controller, make_info("a"))

@@ -284,6 +284,16 @@ async def test_a_stream_goes_on_at_another_replica_without_a_seam(cluster, at, s
     assert resumed.sampling.seed == 7
     assert resumed.prompt_token_ids == (256, *ids_of("hello")), "prompt and output stay apart"
     assert all(len(sample.output_token_ids) <= at for sample in resumed.samples)
+    has_begun = any(sample.output_token_ids for sample in resumed.samples)
+    weights = make_card().identity.weights if has_begun else None
+    assert cluster.controller.reserved[-1].weights == weights
+
+
+async def test_what_has_not_begun_may_begin_with_any_weights(cluster):
+    cluster.engine.reject.append(errors.Unavailable("the replica is draining"))
+    (output,) = await cluster.run(call())
+    assert output.usage.resumes == 1
+    assert [request.weights for request in cluster.controller.reserved] == [None, None]
 
 
 async def test_a_kill_while_part_of_a_stop_string_is_withheld(cluster):
