@@ -176,6 +176,21 @@ class Client:
         request = pb.GetClusterStateRequest()
         return self._call("GetClusterState", request, pb.GetClusterStateResponse)
 
+    def watch_cluster(self, period_s: float | None = None) -> Generator[pb.ClusterUpdate]:
+        """All that a dashboard shows, each period. Closing the iterator ends it."""
+        method = self._channel.unary_stream(
+            f"{_SERVICE}WatchCluster",
+            request_serializer=serialize,
+            response_deserializer=pb.ClusterUpdate.FromString,
+        )
+        call = method(pb.WatchClusterRequest(period_s=period_s), metadata=tuple(self._metadata))
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+        finally:
+            call.cancel()
+
     def explain(
         self,
         prompt: Prompt,
@@ -330,6 +345,24 @@ class AsyncClient:
         """Every replica with the blocks of its pools."""
         request = pb.GetClusterStateRequest()
         return await self._call("GetClusterState", request, pb.GetClusterStateResponse)
+
+    async def watch_cluster(
+        self, period_s: float | None = None
+    ) -> AsyncGenerator[pb.ClusterUpdate]:
+        """All that a dashboard shows, each period. Closing the iterator ends it."""
+        method = self._channel.unary_stream(
+            f"{_SERVICE}WatchCluster",
+            request_serializer=serialize,
+            response_deserializer=pb.ClusterUpdate.FromString,
+        )
+        call = method(pb.WatchClusterRequest(period_s=period_s), metadata=tuple(self._metadata))
+        try:
+            async for update in call:
+                yield update
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+        finally:
+            call.cancel()
 
     async def explain(
         self,

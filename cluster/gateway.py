@@ -11,7 +11,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, replace
 
 from ..protos.errors import (
@@ -22,6 +22,7 @@ from ..protos.errors import (
     RequestCancelled,
 )
 from ..protos.messages import ClusterState, Explanation, Refused, SamplingParams
+from .cluster_watch import ClusterUpdate, ClusterWatch
 from .controller import DRAIN_S
 from .controller_client import ControllerClient
 from .engine_client import ChannelFactory, EngineClient, insecure_channel
@@ -163,6 +164,7 @@ class Gateway:
         self._reservations = Reservations(controller, gateway_id, clock=clock)
         self._engines = EngineClient(gateway_id, make_channel)
         self.metrics = GatewayMetrics()
+        self._watch = ClusterWatch(controller, self.metrics.recent, clock)
         self._quotas = Quotas(clock)
         self._running: dict[tuple[str, str], set[Generation]] = {}
         self._counter = itertools.count()
@@ -262,6 +264,14 @@ class Gateway:
     async def cluster_state(self) -> ClusterState:
         """The controller's view."""
         return await self._controller.cluster_state()
+
+    def watch_cluster(self, period_s: float) -> AsyncGenerator[ClusterUpdate]:
+        """The controller's view as it changes; read-only, for whoever may see the whole cluster."""
+        return self._watch.updates(period_s)
+
+    def end_watches(self) -> None:
+        """Whoever watches the cluster here has to go elsewhere."""
+        self._watch.close()
 
     async def render_metrics(self) -> bytes:
         """Prometheus' text; without the cluster's figures if the controller is away."""

@@ -8,6 +8,7 @@ service and reflection. Deadlines and cancellation are gRPC's own. Decides nothi
 # pyright: reportUnknownArgumentType=false
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,6 +23,7 @@ from ..protos.deserializer import Malformed, make_deserializer
 from ..protos.errors import InternalError, InvalidArgument, PagefleetError
 from . import proto_conversion as convert
 from .access import Access, Caller
+from .cluster_watch import DEFAULT_PERIOD_S
 from .controller import DRAIN_S
 from .gateway import Gateway
 from .generation import GenerateCall, OutputDelta, merge_deltas
@@ -29,6 +31,7 @@ from .grpc_errors import status_of
 from .metrics import GatewayMetrics
 from .tls import TlsFiles, grpc_credentials
 from .validation import RequestLimits
+from .watch_conversion import update_to_proto
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +141,14 @@ class InferenceServicer:
         """Replicas and their blocks."""
         rpc.caller.require_admin()
         return convert.cluster_state_to_proto(await self._gateway.cluster_state())
+
+    async def watch_cluster(self, request: pb.WatchClusterRequest, rpc: Rpc) -> None:
+        """A message per period, until the client has enough."""
+        rpc.caller.require_admin()
+        period_s = request.period_s if request.HasField("period_s") else DEFAULT_PERIOD_S
+        async with aclosing(self._gateway.watch_cluster(period_s)) as updates:
+            async for update in updates:
+                await rpc.context.write(update_to_proto(update))
 
     async def explain(self, request: pb.GenerateRequest, rpc: Rpc) -> pb.ExplainResponse:
         """What would happen to a request."""
@@ -291,6 +302,7 @@ def _handlers(servicer: InferenceServicer, door: _Door) -> grpc.GenericRpcHandle
             "Detokenize": door.unary(servicer.detokenize, pb.DetokenizeRequest),
             "ListModels": door.unary(servicer.list_models, pb.ListModelsRequest),
             "GetClusterState": door.unary(servicer.get_cluster_state, pb.GetClusterStateRequest),
+            "WatchCluster": door.streaming(servicer.watch_cluster, pb.WatchClusterRequest),
             "Explain": door.unary(servicer.explain, pb.GenerateRequest),
             "Cancel": door.unary(servicer.cancel, pb.CancelRequest),
         },

@@ -14,6 +14,7 @@ from ..protos.errors import PagefleetError
 from ..protos.messages import ClusterState
 from .cluster_metrics import ClusterCollector
 from .generation import GenerationUsage, OutputDelta
+from .recent_rates import RecentRates
 
 _TTFT_BUCKETS = (
     *(0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -33,7 +34,8 @@ _LENGTH_BUCKETS = tuple(float(2**power) for power in range(18))
 class GatewayMetrics:
     """The counts of one gateway, in a registry of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.recent = RecentRates(clock)
         self._registry = CollectorRegistry()
         self._cluster = ClusterCollector()
         self._registry.register(self._cluster)
@@ -114,6 +116,7 @@ class GatewayMetrics:
     def count_tokens(self, model: str, num_tokens: int) -> None:
         """New output tokens."""
         self._generation_tokens.labels(model).inc(num_tokens)
+        self.recent.add_tokens(num_tokens)
 
     def observe_gap(self, model: str, seconds: float, num_tokens: int) -> None:
         """So long since the sample's last tokens; several that come together share it."""
@@ -124,6 +127,7 @@ class GatewayMetrics:
     def observe_end(self, model: str, reason: str, usage: GenerationUsage) -> None:
         """A sample ended."""
         self._success.labels(model, reason).inc()
+        self.recent.add_end(usage.first_token_s)
         self._prompt_tokens.labels(model).inc(usage.prompt_tokens)
         self._cached_tokens.labels(model).inc(usage.cached_tokens)
         self._resumes.labels(model).inc(usage.resumes)

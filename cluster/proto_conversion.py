@@ -238,11 +238,12 @@ def explanation_to_proto(generation: Generation, answer: Explanation) -> pb.Expl
         expected_output_tokens=answer.expected_output_tokens,
         expected_wait_s=answer.expected_wait_s,
         queue_position=answer.queue_position,
-        replicas=[_replica_explanation(replica) for replica in answer.replicas],
+        replicas=[replica_explanation_to_proto(replica) for replica in answer.replicas],
     )
 
 
-def _replica_explanation(replica: ReplicaExplanation) -> pb.ReplicaExplanation:
+def replica_explanation_to_proto(replica: ReplicaExplanation) -> pb.ReplicaExplanation:
+    """One replica's cost."""
     return pb.ReplicaExplanation(
         replica_id=replica.replica_id,
         eligible=replica.eligible,

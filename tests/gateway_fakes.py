@@ -6,11 +6,12 @@ of prompt, seed, sample and position, so an undisturbed run tells what any other
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
+from view_factories import make_cluster_view
 
 from pagefleet.cluster.chat_template import ChatTemplate
 from pagefleet.cluster.gateway import Gateway, Generation
@@ -23,6 +24,7 @@ from pagefleet.protos.messages import (
     CacheIdentity,
     CallTimes,
     ClusterState,
+    ClusterView,
     EngineRequest,
     Explanation,
     FinishReason,
@@ -386,6 +388,10 @@ class FakeController:
         calls = (CallTimes("reserve", (1e-5, 1e-3), (1, 2, 1), 0.01),)
         replicas = tuple(map(_status, self.leaders))
         return ClusterState(replicas, 1, 20, 5, 2, 3, "default", 60.0, 4.0, calls)
+
+    async def watch(self) -> ClusterView:
+        view = make_cluster_view(2, 16, 8, num_rows=2)
+        return replace(view, state=await self.cluster_state())
 
     async def explain(self, request: ReserveRequest) -> Explanation | Refused:
         if self.answers:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import ssl
+from contextlib import aclosing
 
 import grpc
 import grpc.aio
@@ -121,8 +122,12 @@ async def test_the_cluster_is_the_admins(guarded):
             await client.cluster_state()
         with pytest.raises(errors.PermissionDenied):
             await client.drain("r0")
+        with pytest.raises(errors.PermissionDenied):
+            await anext(client.watch_cluster())
     async with guarded.client(ADMIN) as client:
         assert len((await client.cluster_state()).replicas) == 2
+        async with aclosing(client.watch_cluster()) as watch:
+            assert (await anext(watch)).decisions
     async with guarded.http(ACME) as http:
         assert (await http.get("/metrics")).status_code == 403
     async with guarded.http(ADMIN) as http:

@@ -63,6 +63,9 @@ async def test_blocking_calls(front):
         assert [replica.replica_id for replica in client.cluster_state().replicas] == ["r0", "r1"]
         assert client.explain("hello", SHORT).replica_id == "r0"
         assert client.cancel("nothing") == 0
+        watch = client.watch_cluster(period_s=0.2)
+        assert [len(next(watch).pools) for _ in range(2)] == [4, 0]
+        watch.close()
 
     await in_thread(front, work)
 
@@ -89,6 +92,8 @@ async def test_async_calls_are_the_same(front, client):
     assert (await client.models())[0].has_chat_template
     assert len((await client.cluster_state()).replicas) == 2
     assert (await client.explain("hello", SHORT)).decision == "grant"
+    async with aclosing(client.watch_cluster(period_s=0.2)) as watch:
+        assert [len((await anext(watch)).pools) for _ in range(2)] == [4, 0]
 
 
 async def test_leaving_an_async_stream_cancels(front, client):

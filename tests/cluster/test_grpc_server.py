@@ -10,10 +10,11 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from pagefleet.cluster.generation import GenerateCall, TextPrompt
 from pagefleet.cluster.grpc_server import GrpcServer
 from pagefleet.protos import inference_pb2 as pb
 from pagefleet.protos.inference_pb2_grpc import InferenceStub
-from pagefleet.protos.messages import Refused
+from pagefleet.protos.messages import Refused, SamplingParams
 
 GENERATE = "/pagefleet.v1.Inference/Generate"
 
@@ -158,6 +159,34 @@ async def test_models_and_cluster_state(front):
     device = state.replicas[0].device
     assert device.clean + device.cached_idle + device.referenced + device.fenced == device.total
     assert (state.queued_requests, state.policy) == (1, "default")
+
+
+async def test_watch_cluster_streams_what_changes(front):
+    call = front.stub.WatchCluster(pb.WatchClusterRequest(period_s=0.2))
+    first = await call.read()
+    assert first.state.policy == "default" and len(first.state.replicas) == 2
+    maps = {(pool.replica_id, pool.tier): pool for pool in first.pools}
+    assert len(maps) == 4 and maps["replica-0", "host"].num_blocks == 8
+    assert len(maps["replica-1", "device"].cells) == 16
+    assert [waiting.tenant for waiting in first.waiting] == ["acme", "globex"]
+    assert (len(first.leases), first.num_leases) == (2, 102)
+    assert [decision.number for decision in first.decisions] == list(range(1, 41))
+    grant = first.decisions[0]
+    assert (grant.decision, grant.replicas[0].replica_id) == ("grant", grant.replica_id)
+    assert not first.prefixes[0].HasField("parent") and first.prefixes[1].parent == 0
+    assert first.rates.tokens_per_s == 0.0 and not first.rates.HasField("ttft_p50_s")
+    await front.run(GenerateCall(TextPrompt("hi"), sampling=SamplingParams(max_tokens=3)))
+    second = await call.read()
+    assert (len(second.pools), len(second.decisions)) == (0, 0), "nothing of these has changed"
+    assert second.rates.tokens_per_s > 0.0 and second.rates.ttft_p50_s > 0.0
+    call.cancel()
+
+
+async def test_watch_cluster_refuses_an_odd_period(front):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await front.stub.WatchCluster(pb.WatchClusterRequest(period_s=0.01)).read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert details_of(caught.value)["BadRequest"].field_violations[0].field == "period_s"
 
 
 async def test_explain_reserves_nothing(front):
