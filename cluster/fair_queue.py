@@ -151,10 +151,12 @@ class FairQueue:
         if slot < self.barred.shape[1]:
             self.barred[:, slot] = False
 
-    def fitting(self, rows: IntArray, slots: IntArray, available: IntArray) -> BoolArray:
+    def fitting(
+        self, rows: slice | IntArray, slots: slice | IntArray, available: IntArray
+    ) -> BoolArray:
         """Which of `rows` could go to which of `slots`; available: blocks, by slot."""
-        wanted = self.needs[rows, None] - self.shared[rows[:, None], slots]
-        return (wanted <= available[slots]) & ~self.barred[rows[:, None], slots]
+        wanted = self.needs[rows, None] - self.shared[rows][:, slots]
+        return (wanted <= available[slots]) & ~self.barred[rows][:, slots]
 
     def in_turn(self) -> BoolArray | None:
         """Which rows belong to tenants whose turn it is; None when all do."""

@@ -25,6 +25,7 @@ from .replica_view import BoolArray, FloatArray, IntArray, ReplicaColumns
 from .routing_policy import RoutedRequest
 
 Releases = Callable[[int], list[tuple[float, int]]]
+Some = slice | IntArray  # which rows or slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ class LateBinding:
             prefill=request.uncached_tokens() * token_ms,
             load=load,
             queue=1e3 * replicas.backlog_s(now),
-            batch=1e3 * self.config.crowding_s * fullness(replicas),
+            batch=1e3 * self.config.crowding_s * replicas.fullness[:count],
             affinity=self.config.duplicate_weight * np.maximum(best_hit - hits, 0.0) * token_ms,
         )
 
@@ -122,14 +123,16 @@ class LateBinding:
         """Slots whose next step has room for another prompt."""
         count = replicas.num_slots
         idle = replicas.work_end[:count] <= now + self.config.start_slack_s
-        return idle & replicas.open[:count] & (replicas.active < replicas.max_active)[:count]
+        idle &= replicas.open[:count]
+        idle &= replicas.active[:count] < replicas.max_active[:count]
+        return idle
 
     def choose(
         self, queue: FairQueue, replicas: ReplicaColumns, now: float, releases: Releases
     ) -> tuple[int, int] | None:
         """The (row of the queue, slot) to bind now, if any. releases: (end, blocks) by slot."""
         startable = self.can_start(replicas, now)
-        slots = np.flatnonzero(startable)
+        slots = startable.nonzero()[0]
         if len(slots) == 0 or len(queue) == 0:
             return None
         hold = self._find_hold(queue, replicas, now, releases)
@@ -178,13 +181,16 @@ class LateBinding:
         now: float,
         hold: Hold | None,
     ) -> tuple[int, int] | None:
-        rows = np.flatnonzero(queue.waiting if turn is None else turn)
-        fits = queue.fitting(rows, slots, replicas.available)
+        rows = (queue.waiting if turn is None else turn).nonzero()[0]
+        if len(rows) == 0:
+            return None
+        some_rows, some_slots = _narrow(rows), _narrow(slots)
+        fits = queue.fitting(some_rows, some_slots, replicas.available)
         if hold is not None:
             fits[:, slots == hold.slot] &= (now + queue.durations[rows] <= hold.fits_at)[:, None]
         if not fits.any():
             return None
-        costs = self._pair_costs_s(queue, replicas, rows, slots, now)
+        costs = self._pair_costs_s(queue, replicas, some_rows, some_slots, now)
         costs[~fits] = np.inf
         best = int(costs.argmin())
         if costs.flat[best] == np.inf:
@@ -192,66 +198,64 @@ class LateBinding:
         return int(rows[best // len(slots)]), int(slots[best % len(slots)])
 
     def _pair_costs_s(
-        self,
-        queue: FairQueue,
-        replicas: ReplicaColumns,
-        rows: IntArray,
-        slots: IntArray,
-        now: float,
+        self, queue: FairQueue, replicas: ReplicaColumns, rows: Some, slots: Some, now: float
     ) -> FloatArray:
         """Seconds per (row, slot); inf where a busy replica would be better."""
         config, count = self.config, replicas.num_slots
         token_s = replicas.token_s[:count]
         tokens = queue.tokens[rows, None]
-        hits = np.minimum(queue.hits[rows, :count], tokens - 1.0)
-        full = fullness(replicas)
-        waited = now - queue.since[rows, None]
-        head_start = np.maximum(waited, 0.0) ** config.age_power + np.minimum(waited, 0.0)
+        hits = queue.hits[rows, :count]
+        full = replicas.fullness[:count]
         costs = np.minimum((tokens - hits[:, slots]) * token_s[slots], config.size_cap_s)
         costs += config.crowding_s * full[slots]
-        costs -= config.age_weight * head_start
+        costs -= config.age_weight * self._head_start(now - queue.since[rows, None])
         if queue.has_host_hits:
-            costs += self._host_costs_s(queue, replicas, rows, slots, tokens, hits)
+            on_host = np.minimum(queue.host_hits[rows, :count], tokens - 1.0 - hits)
+            hits = hits + on_host
+            saved_s = replicas.load_token_s[slots] - token_s[slots]
+            costs += on_host[:, slots] * saved_s
         best_hits = (hits * replicas.open[:count]).max(axis=1, keepdims=True)
         costs += config.duplicate_weight * (best_hits - hits[:, slots]) * token_s[slots]
-        scarce = (full[slots] - config.scarcity_from) / (1.0 - config.scarcity_from)
+        scarce = full[slots] - config.scarcity_from
         if scarce.max() > 0.0:
-            share = queue.needs[rows, None] / np.maximum(replicas.total[slots], 1)
-            scarce = config.scarcity_weight * np.maximum(scarce, 0.0)
-            costs += scarce * share * queue.durations[rows, None]
+            costs += self._scarcity_s(queue, replicas, rows, slots, scarce)
         later = self._better_later(replicas, tokens, hits, slots, full, now)
         if later is not None:
             costs[later] = np.inf
         return costs
 
-    def _host_costs_s(
+    def _head_start(self, waited: FloatArray) -> FloatArray:
+        """By seconds waited; they are negative where a lower priority comes later."""
+        return np.maximum(waited, 0.0) ** self.config.age_power + np.minimum(waited, 0.0)
+
+    def _scarcity_s(
         self,
         queue: FairQueue,
         replicas: ReplicaColumns,
-        rows: IntArray,
-        slots: IntArray,
-        tokens: FloatArray,
-        hits: FloatArray,
+        rows: Some,
+        slots: Some,
+        above: FloatArray,
     ) -> FloatArray:
-        """Loading what is on the host tier, less the prefill that it saves; joins it to `hits`."""
-        count = replicas.num_slots
-        on_host = np.minimum(queue.host_hits[rows, :count], tokens - 1.0 - hits)
-        hits += on_host
-        return on_host[:, slots] * (replicas.load_token_s[slots] - replicas.token_s[slots])
+        """What the request's share of the pool's time costs; above: fullness beyond the start."""
+        config = self.config
+        weight = config.scarcity_weight / (1.0 - config.scarcity_from)
+        share = queue.needs[rows, None] / np.maximum(replicas.total[slots], 1)
+        return weight * np.maximum(above, 0.0) * share * queue.durations[rows, None]
 
     def _better_later(
         self,
         replicas: ReplicaColumns,
         tokens: FloatArray,
         hits: FloatArray,
-        slots: IntArray,
+        slots: Some,
         full: FloatArray,
         now: float,
     ) -> BoolArray | None:
         """Which pairs a replica that is busy now would still beat, its hits counted over."""
         config, count = self.config, replicas.num_slots
         is_open = replicas.open[:count]
-        busy = np.flatnonzero(is_open & (replicas.work_end[:count] > now + config.start_slack_s))
+        is_busy = is_open & (replicas.work_end[:count] > now + config.start_slack_s)
+        busy = is_busy.nonzero()[0]
         if len(busy) == 0:
             return None
         affinity = config.affinity_weight + config.affinity_full_weight * full[is_open].mean()
@@ -260,8 +264,7 @@ class LateBinding:
         return done.min(axis=1, keepdims=True) < weighted[:, slots]
 
 
-def fullness(replicas: ReplicaColumns) -> FloatArray:
-    """Share of each pool that running requests and leases hold, by slot."""
-    count = replicas.num_slots
-    available = np.maximum(replicas.available[:count], 0)
-    return 1.0 - available / np.maximum(replicas.total[:count], 1)
+def _narrow(indices: IntArray) -> Some:
+    """Neighbours as a slice: a view costs less than a copy."""
+    first, last = int(indices[0]), int(indices[-1])
+    return slice(first, last + 1) if last - first < len(indices) else indices

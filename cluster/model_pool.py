@@ -10,6 +10,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from ..protos.messages import (
     AdmissionClass,
     CacheIdentity,
@@ -324,9 +326,7 @@ class ModelPool:
 
     def _duration_s(self, request: ReserveRequest, need: Need) -> float:
         """How long it will hold its blocks."""
-        columns, num_slots = self.pool.columns, self.pool.columns.num_slots
-        step_s = float(columns.decode_step_s[:num_slots].max(initial=0.0))
-        token_s = float(columns.token_s[:num_slots].max(initial=0.0))
+        token_s, step_s = self.pool.columns.slowest
         return request.num_tokens * token_s + need.expected_output_tokens * step_s
 
     def routed(self, request: ReserveRequest, need: Need) -> RoutedRequest:
@@ -445,8 +445,9 @@ class ModelPool:
             self.identity.weights,
         )
         columns = self.pool.columns
-        prefill_s = columns.backlog_s(now)[slot] + uncached * columns.token_s[slot]
-        duration = prefill_s + need.expected_output_tokens * columns.decode_step_s[slot]
+        start = max(float(columns.work_end[slot]), now)
+        prefill_s = start - now + uncached * float(columns.token_s[slot])
+        duration = prefill_s + need.expected_output_tokens * float(columns.decode_step_s[slot])
         record = LeaseRecord(
             lease.lease_id,
             slot,
@@ -460,8 +461,8 @@ class ModelPool:
             uncached,
             now,
             now + self.lease_ttl_s,
-            now + float(duration),
-            need.num_blocks * float(duration),
+            now + duration,
+            need.num_blocks * duration,
         )
         self.pool.grant(record, request.route_hashes, now)
         self.queue.charge(request.tenant, record.charged)
@@ -490,7 +491,8 @@ class ModelPool:
 
     def _set_hits(self, row: int, request: ReserveRequest) -> None:
         device, host = self.pool.match(request.route_hashes)
-        self.queue.hits[row, : len(device)] = device
+        # the last prompt token is always computed
+        self.queue.hits[row, : len(device)] = np.minimum(device, request.num_tokens - 1.0)
         # A guarantee holds whatever becomes of those who share the prompt now.
         self.queue.shared[row] = 0
         if request.admission_class is not AdmissionClass.GUARANTEED and device.any():

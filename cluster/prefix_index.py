@@ -12,7 +12,7 @@ A prefix counts as far as it is unbroken from the root.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -195,23 +195,22 @@ class PrefixIndex:
         self, hashes: Sequence[bytes], alive: int, *, speculative: bool = True
     ) -> list[int]:
         """How many leading hashes each slot holds on its device; 0 for slots outside `alive`."""
-        held = self._device.masks
+        held, coming = self._device.masks.get, self._claimed.get
         if not speculative or not self._claimed:
-            return self._walk(hashes, alive, [held.get(route_hash, 0) for route_hash in hashes])
-        get, coming = held.get, self._claimed.get
-        return self._walk(hashes, alive, [get(h, 0) | coming(h, 0) for h in hashes])
+            return self._walk(hashes, alive, (held(h, 0) for h in hashes))
+        return self._walk(hashes, alive, (held(h, 0) | coming(h, 0) for h in hashes))
 
     def pinned_depths(self, hashes: Sequence[bytes], alive: int) -> list[int]:
         """How many leading hashes are resident on each slot and in use by a prompt under lease."""
         held, claimed = self._device.masks.get, self._claimed.get
-        return self._walk(hashes, alive, [held(h, 0) & claimed(h, 0) for h in hashes])
+        return self._walk(hashes, alive, (held(h, 0) & claimed(h, 0) for h in hashes))
 
     def reach(self, hashes: Sequence[bytes], alive: int) -> list[int] | None:
         """Leading hashes held on either tier; None when no host tier holds anything."""
         if not self._host.masks:
             return None
         device, host, coming = self._device.masks.get, self._host.masks.get, self._claimed.get
-        masks = [device(h, 0) | host(h, 0) | coming(h, 0) for h in hashes]
+        masks = (device(h, 0) | host(h, 0) | coming(h, 0) for h in hashes)
         return self._walk(hashes, alive, masks)
 
     def watch(self, hashes: Sequence[bytes], watcher: Hashable) -> None:
@@ -278,7 +277,7 @@ class PrefixIndex:
         if watchers is not None:
             self._touched |= watchers
 
-    def _walk(self, hashes: Sequence[bytes], alive: int, masks: list[int]) -> list[int]:
+    def _walk(self, hashes: Sequence[bytes], alive: int, masks: Iterable[int]) -> list[int]:
         depths = [0] * len(self._claims)
         for depth, mask in enumerate(masks):
             if mask & alive != alive:

@@ -28,7 +28,7 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
-_FLOAT_COLUMNS = ("work_end", "token_s", "decode_step_s", "load_token_s")
+_FLOAT_COLUMNS = ("work_end", "token_s", "decode_step_s", "load_token_s", "fullness")
 _INT_COLUMNS = ("available", "total", "pinned", "active", "waiting", "max_active", "prefill_tokens")
 
 
@@ -38,7 +38,8 @@ class ReplicaColumns:
     open: may be given leases. available/total/pinned: device blocks. active: requests waiting or
     running there, grants included. work_end: when the prefill work known now will be done.
     prefill_tokens: prompt tokens not computed yet. token_s: prefill seconds per token.
-    load_token_s: seconds to bring one cached token from the host tier.
+    load_token_s: seconds to bring one cached token from the host tier. fullness: share of the pool
+    that running requests and leases hold.
     """
 
     def __init__(self) -> None:
@@ -48,6 +49,7 @@ class ReplicaColumns:
         self.token_s: FloatArray = np.zeros(8)
         self.decode_step_s: FloatArray = np.zeros(8)
         self.load_token_s: FloatArray = np.zeros(8)
+        self.fullness: FloatArray = np.zeros(8)
         self.available: IntArray = np.zeros(8, dtype=np.int64)
         self.total: IntArray = np.zeros(8, dtype=np.int64)
         self.pinned: IntArray = np.zeros(8, dtype=np.int64)
@@ -55,6 +57,30 @@ class ReplicaColumns:
         self.waiting: IntArray = np.zeros(8, dtype=np.int64)
         self.max_active: IntArray = np.zeros(8, dtype=np.int64)
         self.prefill_tokens: IntArray = np.zeros(8, dtype=np.int64)
+        self._slowest: tuple[float, float] | None = None
+
+    @property
+    def slowest(self) -> tuple[float, float]:
+        """The longest time per prompt token and per decode step of all slots, in seconds."""
+        if self._slowest is None:
+            token_s = self.token_s[: self.num_slots].max(initial=0.0)
+            self._slowest = (
+                float(token_s),
+                float(self.decode_step_s[: self.num_slots].max(initial=0.0)),
+            )
+        return self._slowest
+
+    def set_pace(self, slot: int, token_s: float, decode_step_s: float) -> None:
+        """How fast a slot's replica computes."""
+        if self.token_s[slot] != token_s or self.decode_step_s[slot] != decode_step_s:
+            self.token_s[slot] = token_s
+            self.decode_step_s[slot] = decode_step_s
+            self._slowest = None
+
+    def set_available(self, slot: int, available: int) -> None:
+        """How many blocks a new lease could have there."""
+        self.available[slot] = available
+        self.fullness[slot] = 1.0 - max(available, 0) / max(int(self.total[slot]), 1)
 
     def add_slot(self) -> int:
         """One more slot, closed and empty."""
@@ -71,6 +97,7 @@ class ReplicaColumns:
         self.open[slot] = False
         for name in (*_FLOAT_COLUMNS, *_INT_COLUMNS):
             getattr(self, name)[slot] = 0
+        self._slowest = None
 
     def backlog_s(self, now: float) -> FloatArray:
         """Seconds of prefill work before each slot, float64 [num_slots]."""
@@ -184,13 +211,12 @@ class ReplicaView:
         self.granted_tokens += uncached_tokens
         self.num_granted += 1
         columns, slot = self.columns, self.slot
-        columns.available[slot] -= num_blocks
+        columns.set_available(slot, self.available_blocks)
         columns.active[slot] += 1
         columns.waiting[slot] += 1
         columns.prefill_tokens[slot] += uncached_tokens
-        columns.work_end[slot] = (
-            max(float(columns.work_end[slot]), now) + uncached_tokens * columns.token_s[slot]
-        )
+        work_end, token_s = float(columns.work_end[slot]), float(columns.token_s[slot])
+        columns.work_end[slot] = max(work_end, now) + uncached_tokens * token_s
 
     def drop_grant(self, num_blocks: int, uncached_tokens: int) -> None:
         """A grant was listed by a report, given back, or expired; `refresh` follows."""
@@ -206,18 +232,19 @@ class ReplicaView:
         """Write the slot's entries anew from the report and the grants."""
         columns, slot, report = self.columns, self.slot, self.report
         columns.open[slot] = self.state is ReplicaState.READY
-        columns.available[slot] = self.available_blocks
         columns.active[slot] = self.num_active
         columns.max_active[slot] = self.info.max_num_sequences
-        columns.token_s[slot] = 1.0 / max(self._prefill_rate, 1e-9)
+        decode_step_s = self.info.decode_step_s
         waiting_tokens = self.granted_tokens
         if report is not None:
             waiting_tokens += report.waiting_prefill_tokens
             columns.total[slot] = report.device.total
             columns.pinned[slot] = report.device.referenced + report.device.fenced
             columns.waiting[slot] = report.num_waiting + self.num_granted
-            columns.decode_step_s[slot] = report.decode_step_s or self.info.decode_step_s
+            decode_step_s = report.decode_step_s or decode_step_s
             columns.load_token_s[slot] = self._load_token_s(report)
+        columns.set_pace(slot, 1.0 / max(self._prefill_rate, 1e-9), decode_step_s)
+        columns.set_available(slot, self.available_blocks)
         columns.prefill_tokens[slot] = waiting_tokens
         columns.work_end[slot] = self._work_end(now)
 

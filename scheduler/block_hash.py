@@ -92,8 +92,17 @@ def route_positions(num_tokens: int, block_size: int) -> list[int]:
 
 def route_hashes(root: bytes, token_ids: Int32Array, block_size: int) -> tuple[bytes, ...]:
     """The route chain: one hash per entry of `route_positions`."""
-    positions = route_positions(len(token_ids), block_size)
+    digest = xxhash.xxh3_128_digest
     data = token_bytes(token_ids)
-    starts = (0, *positions)
-    strides = [data[4 * start : 4 * end] for start, end in zip(starts, positions, strict=False)]
-    return tuple(extend_chain(root, strides))
+    width = 4 * block_size
+    stride = width * stride_blocks(block_size)
+    hashes: list[bytes] = []
+    append = hashes.append
+    previous = root
+    for start in range(0, min(len(data), stride) - width + 1, width):
+        previous = digest(previous + data[start : start + width])
+        append(previous)
+    for start in range(stride, len(data) - stride + 1, stride):
+        previous = digest(previous + data[start : start + stride])
+        append(previous)
+    return tuple(hashes)
