@@ -1,8 +1,11 @@
 """A gateway with both its fronts listening, started and ended as one. Knows no Ray."""
 
 import asyncio
+import itertools
+import os
 from dataclasses import dataclass
 
+from ..workers.heartbeat import Pulse, heartbeat_from_environment
 from .gateway import Gateway
 from .grpc_server import GrpcServer
 from .http_server import HttpServer
@@ -31,6 +34,8 @@ class GatewayServers:
         self._grpc = GrpcServer(gateway, access, security.tls)
         self._http = HttpServer(make_app(gateway, access), security.tls)
         self._readiness: asyncio.Task[None] | None = None
+        self._heartbeats: asyncio.Task[None] | None = None
+        self._num_beats = itertools.count()
 
     @property
     def num_running(self) -> int:
@@ -47,6 +52,9 @@ class GatewayServers:
             raise
         await self._gateway.start()
         self._readiness = asyncio.create_task(self._follow_readiness())
+        heartbeat = heartbeat_from_environment(f"gateway-{os.getpid()}")
+        if heartbeat is not None:
+            self._heartbeats = asyncio.create_task(heartbeat.run(self._pulse))
         shown = f"[{host}]" if ":" in host else host
         return GatewayAddresses(f"{shown}:{bound_grpc}", f"{shown}:{bound_http}")
 
@@ -55,9 +63,18 @@ class GatewayServers:
         if self._readiness is not None:
             self._readiness.cancel()
             await asyncio.gather(self._readiness, return_exceptions=True)
+            self._readiness = None
         self._gateway.end_watches()  # else they would use up the grace time
         await asyncio.gather(self._grpc.stop(grace_s), self._http.stop(grace_s))
         await self._gateway.close()
+        if self._heartbeats is not None:
+            self._heartbeats.cancel()
+            await asyncio.gather(self._heartbeats, return_exceptions=True)
+
+    def _pulse(self) -> Pulse:
+        """Its loop turning is all the progress it owes: requests may wait for blocks for long."""
+        takes_requests = self._readiness is not None and self._gateway.is_ready
+        return Pulse(next(self._num_beats), self.num_running, is_ready=takes_requests)
 
     async def _follow_readiness(self) -> None:
         """The health service says what the gateway can do."""

@@ -302,6 +302,41 @@ def drain(
 
 
 @app.command()
+def probe(
+    ready: Annotated[
+        bool, typer.Option("--ready", help="Instead: does a gateway here take requests?")
+    ] = False,
+    until_idle: Annotated[
+        float | None,
+        typer.Option(help="Instead: wait so many seconds until no gateway here has requests."),
+    ] = None,
+    raylet: Annotated[
+        str | None, typer.Option(help="Ray's agent, like 127.0.0.1:52365: is its node healthy?")
+    ] = None,
+    limit: Annotated[
+        float, typer.Option(help="Seconds that a part may be silent, or make no step.")
+    ] = 60.0,
+    heartbeats: Annotated[
+        Path | None, typer.Option(help="The folder of heartbeats.", envvar="PAGEFLEET_HEARTBEATS")
+    ] = None,
+) -> None:
+    """For Kubernetes: fails if a gateway or replica on this machine is stuck; busy ones are fine.
+
+    Needs PAGEFLEET_HEARTBEATS set to the same folder wherever they run.
+    """
+    from .probe_command import probe_alive, probe_raylet, probe_ready, wait_idle
+
+    if heartbeats is None:
+        raise CommandError("set PAGEFLEET_HEARTBEATS, or give --heartbeats, the folder to look in")
+    if until_idle is not None:
+        typer.echo(wait_idle(heartbeats, until_idle))
+        return
+    if raylet is not None:
+        typer.echo(probe_raylet(raylet))
+    typer.echo(probe_ready(heartbeats) if ready else probe_alive(heartbeats, limit))
+
+
+@app.command()
 def bench(
     server: Server = _SERVER,
     model: ModelName = "",

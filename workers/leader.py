@@ -24,6 +24,7 @@ from .config import WorkerConfig
 from .engine import Engine
 from .engine_server import EngineServer
 from .executor import make_executor
+from .heartbeat import Pulse, heartbeat_from_environment, step_patience_s
 from .loop_thread import LoopThread
 from .model_runner import MeasuredSpeed, ModelRunner
 from .rendezvous import RankSpec
@@ -159,6 +160,9 @@ class Leader:
         self._engine.start(self._on_change)
         self._loop.submit(self._report_first()).result()
         self._loop.submit(self._reporter.run())
+        heartbeat = heartbeat_from_environment(replica_id)
+        if heartbeat is not None:
+            self._loop.submit(heartbeat.run(self._pulse))
 
     def stats(self) -> SchedulerStats:
         """The scheduler's numbers, between two steps."""
@@ -201,6 +205,11 @@ class Leader:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody to tell
                 self._loop.loop.call_soon_threadsafe(self._reporter.notice_change)
         self._end_if_drained()
+
+    def _pulse(self) -> Pulse:
+        engine = self._engine
+        patience_s = step_patience_s(engine.step_times.p99_s)
+        return Pulse(engine.steps_done, engine.num_requests, patience_s)
 
     def _on_fence(self) -> None:
         self._end("declared dead by the controller")

@@ -13,6 +13,7 @@ from pagefleet.cluster.client import AsyncClient
 from pagefleet.cluster.gateway import Gateway
 from pagefleet.cluster.gateway_servers import GatewayServers
 from pagefleet.protos.messages import SamplingParams
+from pagefleet.workers.heartbeat import read_beats
 
 
 @pytest.fixture
@@ -70,3 +71,14 @@ async def test_what_has_not_ended_when_the_servers_stop_is_told_to_go_elsewhere(
     leader.engine.gate.set()
     assert answer.status_code == 503
     assert answer.json()["error"]["message"] == "the server is stopping"
+
+
+async def test_it_gives_signs_of_life_where_somebody_wants_them(leader, tmp_path, monkeypatch):
+    monkeypatch.setenv("PAGEFLEET_HEARTBEATS", str(tmp_path))
+    servers = make_servers(leader)
+    await servers.start("127.0.0.1", 0, 0)
+    async with asyncio.timeout(30):
+        while not any(beat.pulse.is_ready for beat in read_beats(tmp_path)):
+            await asyncio.sleep(0.02)
+    await servers.stop(1)
+    assert list(tmp_path.iterdir()) == []

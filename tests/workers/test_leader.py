@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from pagefleet.protos.messages import (
 )
 from pagefleet.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from pagefleet.workers.config import WorkerConfig
+from pagefleet.workers.heartbeat import read_beats
 from pagefleet.workers.leader import Leader, LoadedEngine, ReplicaEnd, load_engine
 
 WAIT_S = 60.0
@@ -252,3 +254,16 @@ async def test_c30_two_that_outgrow_the_pool_together_both_finish(model: Path) -
         assert 1 <= bench.leader.stats().preemptions <= 4
     finally:
         await bench.close()
+
+
+def test_it_gives_signs_of_life_where_somebody_wants_them(
+    loaded: LoadedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PAGEFLEET_HEARTBEATS", str(tmp_path))
+    leader = Leader("r0", "tiny", loaded, Controller(), host="127.0.0.1")
+    until = time.monotonic() + WAIT_S
+    while not (beats := list(read_beats(tmp_path))):
+        assert time.monotonic() < until
+    assert (beats[0].name, beats[0].pulse.num_working) == ("r0", 0)
+    leader.close()
+    assert list(tmp_path.iterdir()) == []
