@@ -22,6 +22,7 @@ from starlette.responses import Response
 
 from ..protos.errors import InternalError, InvalidArgument, ModelNotFound, PagefleetError
 from .access import Access, Caller
+from .dashboard.pages import add_dashboard
 from .gateway import Gateway, Generation
 from .generation import GenerateCall, GenerationUsage, OutputDelta, Prompt, merge_deltas
 from .http_streams import EventStream, JsonResponse, or_disconnect, read_body
@@ -59,7 +60,8 @@ def make_app(gateway: Gateway, access: Access | None = None) -> FastAPI:
     """The application; run it in the gateway's loop."""
     app = FastAPI(title="pagefleet", docs_url=None, redoc_url=None, openapi_url=None)
     _add_error_handlers(app, gateway.metrics)
-    endpoints = OpenAIEndpoints(gateway, access or Access())
+    access = access or Access()
+    endpoints = OpenAIEndpoints(gateway, access)
     app.add_api_route("/v1/chat/completions", endpoints.chat, methods=["POST"])
     app.add_api_route("/v1/completions", endpoints.complete, methods=["POST"])
     app.add_api_route("/v1/responses", endpoints.respond, methods=["POST"])
@@ -69,6 +71,7 @@ def make_app(gateway: Gateway, access: Access | None = None) -> FastAPI:
     app.add_api_route("/metrics", endpoints.metrics, methods=["GET"])
     app.add_api_route("/health", endpoints.health, methods=["GET"])
     app.add_api_route("/ready", endpoints.ready, methods=["GET"])
+    add_dashboard(app, gateway, access)
     return app
 
 
