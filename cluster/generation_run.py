@@ -185,6 +185,7 @@ class GenerationRun:
             priority=self._call.priority,
             deadline_s=left,
             cache_salt=self._call.cache_salt,
+            transfer=lease.transfer,
         )
 
     # -- one attempt -------------------------------------------------------------------------

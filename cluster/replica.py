@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 _PLACEMENT_TIMEOUT_S = 60.0
 _KILL_TIMEOUT_S = 20.0
-_CALLS_AT_ONCE = 8  # `Worker.join` and a long `drain` each hold one
+_CALLS_AT_ONCE = 24  # `Worker.join` holds one; each transfer of blocks holds some for a while
 
 
 class ReplicaFailed(Exception):
@@ -112,6 +112,8 @@ class RayReplica:
         self._ranks: list[ActorHandle[object]] = []
         self._obeying: list[asyncio.Task[str | None]] = []  # each ends with the reason
         self._processes: list[ProcessIdentity] = []  # the leader's first
+        name = f"pagefleet/{spec.replica_id}/{uuid4().hex}"
+        self._names = tuple(f"{name}/{rank}" for rank in range(spec.num_ranks))
 
     @property
     def process(self) -> ProcessIdentity | None:
@@ -137,7 +139,7 @@ class RayReplica:
                 self._processes.append(await _result(ProcessIdentity, actor.identify.remote()))
             if self._ranks:
                 await self._start_ranks(worker)
-            return await _result(ReplicaInfo, worker.start.remote(asked_at))
+            return await _result(ReplicaInfo, worker.start.remote(asked_at, self._names))
         except RayTaskError as error:
             raise ReplicaFailed(f"{self._spec.replica_id}: {self._cause(error)}") from error
         except RayError as error:
@@ -219,6 +221,7 @@ class RayReplica:
     ) -> "ActorHandle[object]":
         num_threads = self._spec.config.num_threads or max(1, int(self._spec.num_cpus))
         options = ray.remote(kind).options(
+            name=self._names[bundle],  # by which other replicas find it
             num_cpus=self._spec.num_cpus,
             num_gpus=self._spec.num_gpus,
             max_restarts=0,

@@ -14,10 +14,12 @@ from .messages import (
     AdmissionClass,
     EngineRequest,
     FinishReason,
+    PrefixTransfer,
     SampleStart,
     SamplingParams,
     SequenceDelta,
     TokenLogprobs,
+    TransferPeer,
     Usage,
 )
 
@@ -110,6 +112,7 @@ def encode_engine_request(request: EngineRequest) -> engine_pb2.Submit:
         deadline_s=request.deadline_s,
         cache_salt=request.cache_salt,
         adapter=request.adapter,
+        transfer=None if request.transfer is None else _encode_transfer(request.transfer),
         request_id=request.request_id,
         traceparent=request.traceparent,
     )
@@ -132,6 +135,7 @@ def decode_engine_request(message: engine_pb2.Submit) -> EngineRequest:
         deadline_s=message.deadline_s if message.HasField("deadline_s") else None,
         cache_salt=message.cache_salt,
         adapter=message.adapter,
+        transfer=_decode_transfer(message.transfer) if message.HasField("transfer") else None,
         request_id=message.request_id,
         traceparent=message.traceparent,
     )
@@ -182,6 +186,22 @@ def encode_outputs(step: int, deltas: Iterable[SequenceDelta]) -> engine_pb2.Eng
 def decode_outputs(message: engine_pb2.EngineOutputs) -> list[SequenceDelta]:
     """The deltas of one step's message."""
     return [decode_delta(delta) for delta in message.deltas]
+
+
+def _encode_transfer(transfer: PrefixTransfer) -> engine_pb2.Transfer:
+    source = transfer.source
+    return engine_pb2.Transfer(
+        replica_id=source.replica_id,
+        incarnation=source.incarnation,
+        actors=source.actors,
+        num_tokens=transfer.num_tokens,
+        timeout_s=transfer.timeout_s,
+    )
+
+
+def _decode_transfer(message: engine_pb2.Transfer) -> PrefixTransfer:
+    source = TransferPeer(message.replica_id, message.incarnation, tuple(message.actors))
+    return PrefixTransfer(source, message.num_tokens, message.timeout_s)
 
 
 def _encode_logprobs(entry: TokenLogprobs | None) -> engine_pb2.Logprobs:

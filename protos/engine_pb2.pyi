@@ -30,7 +30,7 @@ class Hello(_message.Message):
     def __init__(self, gateway_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., stream_secret: _Optional[str] = ..., received_sequence: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_key", "prompt_token_ids", "sampling", "samples", "lease_id", "lease_blocks", "admission_class", "priority", "deadline_s", "cache_salt", "adapter", "request_id", "traceparent")
+    __slots__ = ("request_key", "prompt_token_ids", "sampling", "samples", "lease_id", "lease_blocks", "admission_class", "priority", "deadline_s", "cache_salt", "adapter", "request_id", "traceparent", "transfer")
     REQUEST_KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,7 @@ class Submit(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
     request_key: str
     prompt_token_ids: bytes
     sampling: Sampling
@@ -57,7 +58,22 @@ class Submit(_message.Message):
     adapter: str
     request_id: str
     traceparent: str
-    def __init__(self, request_key: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[SampleStart, _Mapping]]] = ..., lease_id: _Optional[int] = ..., lease_blocks: _Optional[int] = ..., admission_class: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    transfer: Transfer
+    def __init__(self, request_key: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[SampleStart, _Mapping]]] = ..., lease_id: _Optional[int] = ..., lease_blocks: _Optional[int] = ..., admission_class: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., transfer: _Optional[_Union[Transfer, _Mapping]] = ...) -> None: ...
+
+class Transfer(_message.Message):
+    __slots__ = ("replica_id", "incarnation", "actors", "num_tokens", "timeout_s")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ACTORS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    incarnation: str
+    actors: _containers.RepeatedScalarFieldContainer[str]
+    num_tokens: int
+    timeout_s: float
+    def __init__(self, replica_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., actors: _Optional[_Iterable[str]] = ..., num_tokens: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class SampleStart(_message.Message):
     __slots__ = ("index", "output_token_ids")

@@ -98,6 +98,24 @@ class PrefixTransfer:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferStats:
+    """What one incarnation has fetched from other replicas so far, and how fast.
+
+    done, failed: transfers. blocks: published. num_bytes: of each rank; seconds: that all of it
+    took, from the order to the last byte. bytes_per_s, overhead_s: running means of how fast each
+    rank reads, and of what a transfer takes besides; 0 = not measured yet.
+    """
+
+    done: int = 0
+    failed: int = 0
+    blocks: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    bytes_per_s: float = 0.0
+    overhead_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """What a gateway submits to a leader under a lease.
 
@@ -228,6 +246,8 @@ class ReplicaInfo:
     block_bytes: of one block on one rank, 0 where unknown; prices loads from the host tier.
     memory: how its memory is divided, for people to read. startup_s: from the decision to start it
     to this registration; 0 = unknown.
+    actors: names of its ranks' actors, the leader's first; without them, or without a host tier,
+    no blocks are exchanged with it.
     """
 
     replica_id: str
@@ -247,6 +267,7 @@ class ReplicaInfo:
     block_bytes: int = 0
     memory: str = ""
     startup_s: float = 0.0
+    actors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +370,7 @@ class ReplicaReport:
     step_p99_s: float = 0.0
     preemptions_swap: int = 0
     counters: ReplicaCounters = field(default_factory=ReplicaCounters)
+    transfers: TransferStats = field(default_factory=TransferStats)
     device_map: PoolMap | None = None  # only where the last reply asked for maps
     host_map: PoolMap | None = None
 
@@ -358,6 +380,7 @@ class ReportReply:
     """Controller → leader. `unknown` = register again (the controller restarted).
 
     drain_s: with `draining`, how long streams may go on here before they must go on elsewhere.
+    peers: with `draining`, who may take over what is worth keeping of its cache.
     map_cells: someone looks at the pools: send maps of at most so many cells now and then.
     """
 
@@ -366,6 +389,7 @@ class ReportReply:
     draining: bool = False
     fence: bool = False  # declared dead: stop serving at once
     drain_s: float = 0.0
+    peers: tuple[TransferPeer, ...] = ()
     map_cells: int = 0
 
 
@@ -417,6 +441,7 @@ class Lease:
     expected_hit_tokens: int
     expires_in_s: float
     weights: Weights | None = None
+    transfer: PrefixTransfer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -504,6 +529,8 @@ class ReplicaStatus:
     decode_step_s: float = 0.0
     num_leases: int = 0  # granted or accepted, and not ended
     counters: ReplicaCounters = field(default_factory=ReplicaCounters)
+    transfers_offered: int = 0  # leases that named a source to copy from
+    transfers: TransferStats = field(default_factory=TransferStats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -541,6 +568,8 @@ class ReplicaExplanation:
 
     prefill_ms: prompt tokens not resident. load_ms: blocks copied from its host tier.
     queue_ms: prefill work before it. blocks_ms: until enough blocks are free.
+    transfer_ms: to copy transfer_tokens from the replica transfer_from, and to load them, where
+    that is cheaper than to compute them; prefill_ms is without them.
     batch_ms: slow-down of its batch. affinity_ms: cached work elsewhere that would be redone.
     """
 
@@ -556,6 +585,9 @@ class ReplicaExplanation:
     batch_ms: float
     affinity_ms: float
     total_ms: float
+    transfer_ms: float = 0.0
+    transfer_tokens: int = 0
+    transfer_from: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ fenced until that has ended. The fence bars only rewriting; published content ma
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -201,6 +201,16 @@ class BlockPool:
                 break
             blocks.append(block)
         return blocks
+
+    def most_recent(self) -> Iterator[Content]:
+        """Published contents: those in use, then the idle ones, last used first."""
+        for block, content in enumerate(self._contents):
+            if content is not None and self._refs[block]:
+                yield content
+        for block in reversed(self._idle):
+            content = self._contents[block]
+            assert content is not None, f"idle block {block} has no content"
+            yield content
 
     def stats(self) -> BlockCounts:
         """The four states now."""

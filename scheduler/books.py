@@ -54,7 +54,7 @@ class Books:
         self.manager = KVCacheManager(
             self.batch, self.pool, self.host, self.index, config.block_size
         )
-        self.exports = PrefixExports(config, self.index, self.host, self.tier)
+        self.exports = PrefixExports(config, self.index, self.pool, self.host, self.tier)
         self.imports = PrefixImports(
             config, self.index, self.host, self.tier, self.manager, self.costs
         )

@@ -29,6 +29,12 @@ class EvictionList:
             yield block
             block = self._next[block]
 
+    def __reversed__(self) -> Iterator[int]:
+        block = self._previous[self._ring]
+        while block != self._ring:
+            yield block
+            block = self._previous[block]
+
     def __contains__(self, block: int) -> bool:
         return self._next[block] != block
 

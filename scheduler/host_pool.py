@@ -5,6 +5,7 @@ fills it, ready = cached-idle, pinned or holding a swapped sequence = referenced
 used ready blocks make room. Decides about blocks; the copies are `TierCopies`'.
 """
 
+from collections.abc import Iterator
 from enum import Enum, auto
 
 from ..protos.messages import BlockCounts
@@ -107,6 +108,10 @@ class HostPool:
     def ref_count(self, block: int) -> int:
         """How many swapped sequences hold it."""
         return self._pool.ref_count(block)
+
+    def most_recent(self) -> Iterator[Content]:
+        """Contents, last used first."""
+        return self._pool.most_recent()
 
     @property
     def num_evicted(self) -> int:

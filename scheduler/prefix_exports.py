@@ -10,8 +10,10 @@ only on the device is stored on the host first.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from .block_hash import extend_chain
+from .block_pool import BlockPool
 from .config import SchedulerConfig
 from .content import Content
 from .content_index import ContentIndex
@@ -67,10 +69,16 @@ class PrefixExports:
     """The open exports of one replica; no more of the host tier than half is pinned by them."""
 
     def __init__(
-        self, config: SchedulerConfig, index: ContentIndex, host: HostPool, tier: HostTier
+        self,
+        config: SchedulerConfig,
+        index: ContentIndex,
+        device: BlockPool,
+        host: HostPool,
+        tier: HostTier,
     ) -> None:
         self._block_size = config.block_size
         self._index = index
+        self._device = device
         self._host = host
         self._tier = tier
         self._exports: dict[int, _Export] = {}
@@ -124,6 +132,20 @@ class PrefixExports:
         for export in self._exports.values():
             export.is_void = True
 
+    def hottest(self) -> list[SharedPrefix]:
+        """What was used last, as whole prefixes, hottest first: no more blocks in all than could
+        be exported at once."""
+        limit = self._host.num_blocks // 2
+        chosen: dict[int, Content] = {}
+        inner: set[int] = set()  # what another one that was chosen follows
+        for content in chain(self._device.most_recent(), self._host.most_recent()):
+            path = _path_to(content, chosen)
+            if len(chosen) + len(path) > limit:
+                break
+            chosen.update((step.id, step) for step in path)
+            inner.update(step.parent_id for step in path)
+        return [_prefix_of(c) for number, c in chosen.items() if number not in inner]
+
     def held_blocks(self) -> Iterable[int]:
         """Host blocks by export: one reference each."""
         for export in self._exports.values():
@@ -152,3 +174,24 @@ class PrefixExports:
         export.is_void |= not ok
         if not export.num_open and self._exports.get(export.id) is export:
             export.on_ready(() if export.is_void else tuple(export.blocks))
+
+
+def _path_to(content: Content, known: dict[int, Content]) -> list[Content]:
+    """What is not known yet of the prefix that ends with it; nothing where that is broken."""
+    path: list[Content] = []
+    step = content
+    while step.parent is not None and step.id not in known:
+        if not step.is_reachable:
+            return []
+        path.append(step)
+        step = step.parent
+    return path
+
+
+def _prefix_of(content: Content) -> SharedPrefix:
+    tokens: list[bytes] = []
+    step = content
+    while step.parent is not None:
+        tokens.append(step.tokens)
+        step = step.parent
+    return SharedPrefix(step.hash, b"".join(reversed(tokens)))

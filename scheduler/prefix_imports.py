@@ -19,7 +19,7 @@ from .content import Content
 from .content_index import ContentIndex
 from .costs import CostModel
 from .host_pool import HostPool
-from .host_tier import HostTier
+from .host_tier import HostTier, OnEnd
 from .kv_cache_manager import KVCacheManager
 from .prefix_exports import SharedPrefix
 from .request import HashChain, Request
@@ -47,6 +47,7 @@ class _Import:
     first: int
     expires_at: float
     waiters: list[Request] = field(default_factory=list[Request])
+    watchers: list[OnEnd] = field(default_factory=list[OnEnd])
     start: int = 0
     blocks: list[int] = field(default_factory=list[int])
     is_copying: bool = False
@@ -105,9 +106,15 @@ class PrefixImports:
             entry.waiters.append(request)
         return entry is not None
 
-    def open(self, prefix: SharedPrefix, transfer: PrefixTransfer, now: float) -> bool:
-        """Fetch a prefix that nobody waits for. False: refused, or it is here."""
-        return self._open(prefix, transfer, now) is not None
+    def open(
+        self, prefix: SharedPrefix, transfer: PrefixTransfer, now: float, on_end: OnEnd
+    ) -> bool:
+        """Fetch a prefix that no request waits for; told at the end whether it is here. False:
+        refused, or it is here already."""
+        entry = self._open(prefix, transfer, now)
+        if entry is not None:
+            entry.watchers.append(on_end)
+        return entry is not None
 
     def take_orders(self) -> list[ImportOrder]:
         """What is to be fetched since the last call."""
@@ -220,3 +227,5 @@ class PrefixImports:
         self.counts.done += ok
         self.counts.failed += not ok
         self._released += entry.waiters
+        for on_end in entry.watchers:
+            on_end(ok)

@@ -13,8 +13,16 @@ import torch
 
 from ..kernels.backend import KernelBackend
 from ..kernels.cpu import CpuBackend, advise_huge_pages
-from ..scheduler.output import CopyDone, CopyJob, CopyKind, DeviceCopy, SchedulerOutput
-from .copier import Copier, make_copier
+from ..scheduler.output import (
+    CopyDone,
+    CopyJob,
+    CopyKind,
+    DeviceCopy,
+    Int32Array,
+    SchedulerOutput,
+)
+from .block_staging import BlockBatch, StagedBlocks, StagedCopier, read_blocks
+from .copier import Copier, byte_view, choose_copy_bytes, make_copier
 from .faults import Faults
 from .faulty_blocks import NUM_GUARDS, BlockGuard, LateCopier, fresh_blocks
 from .models.config import DecoderConfig
@@ -86,7 +94,9 @@ class BlockStorage:
             self.pool.fill_(torch.nan)
             self.host_pool.fill_(torch.nan)
         self.layers = [self.pool[:, index] for index in range(layout.num_layers)]
+        self.staged = StagedBlocks(layout.num_bytes)
         self._copier: Copier | None = None
+        self._staged_copier: Copier | None = None
 
     def take_fresh(self, output: SchedulerOutput) -> None:
         """Before a step: with `nan-fill`, its new blocks hold NaN until they are written."""
@@ -114,28 +124,51 @@ class BlockStorage:
 
     def submit(self, jobs: tuple[CopyJob, ...]) -> None:
         """Start copies between the tiers. Called between steps."""
-        if jobs and self._copier is None:
-            self._copier = make_copier(self.pool, self.host_pool, compiled=self._is_compiled)
-            if self._faults.late_copies:
-                self._copier = LateCopier(self._copier)
         for job in jobs:
-            assert self._copier is not None
             self._check_ids(job)
+            if job.kind is CopyKind.IMPORT:
+                if self._staged_copier is None:
+                    self._staged_copier = self._make_staged_copier()
+                self._staged_copier.submit(job)
+                continue
+            if self._copier is None:
+                self._copier = self._or_late(
+                    make_copier(self.pool, self.host_pool, compiled=self._is_compiled)
+                )
             self._copier.submit(job)
 
     def poll(self) -> tuple[CopyDone, ...]:
         """Jobs that ended since the last call."""
-        return () if self._copier is None else self._copier.poll()
+        copiers = (self._copier, self._staged_copier)
+        return tuple(done for copier in copiers if copier is not None for done in copier.poll())
+
+    def read_host(self, block_ids: Int32Array) -> BlockBatch:
+        """Blocks of the host tier, for another replica. From any thread, while they are pinned."""
+        copy_bytes = choose_copy_bytes(self._is_compiled)
+        return read_blocks(byte_view(self.host_pool), block_ids, copy_bytes)
 
     def close(self) -> None:
-        """Stop the copier, if one was ever needed."""
-        if self._copier is not None:
-            self._copier.close()
-            self._copier = None
+        """Stop the copiers, if any was ever needed."""
+        for copier in (self._copier, self._staged_copier):
+            if copier is not None:
+                copier.close()
+        self._copier = self._staged_copier = None
+
+    def _make_staged_copier(self) -> Copier:
+        copy_bytes = choose_copy_bytes(self._is_compiled)
+        return self._or_late(StagedCopier(self.staged, byte_view(self.host_pool), copy_bytes))
+
+    def _or_late(self, copier: Copier) -> Copier:
+        return LateCopier(copier) if self._faults.late_copies else copier
 
     def _check_ids(self, job: CopyJob) -> None:
         assert len(job.sources) == len(job.targets), f"sides of job {job.job_id} differ"
-        is_store = job.kind is CopyKind.STORE
-        on_device, on_host = (job.sources, job.targets) if is_store else (job.targets, job.sources)
+        match job.kind:
+            case CopyKind.STORE:
+                on_device, on_host = job.sources, job.targets
+            case CopyKind.LOAD:
+                on_device, on_host = job.targets, job.sources
+            case CopyKind.IMPORT:
+                on_device, on_host = job.targets[:0], job.targets
         for ids, limit in ((on_device, self.num_blocks), (on_host, self.num_host_blocks)):
             assert ((ids >= 0) & (ids < limit)).all(), f"{job} leaves a pool of {limit} blocks"

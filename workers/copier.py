@@ -45,11 +45,52 @@ def make_copier(pool: Tensor, host_pool: Tensor, *, compiled: bool) -> Copier:
     """The copier for the pool's device. compiled: on the CPU, by the compiled backend's copy."""
     if pool.device.type == "cuda":
         return CudaCopier(pool, host_pool)
-    return ThreadCopier(pool, host_pool, cpu.copy_bytes if compiled else block_copy.copy_bytes)
+    return ThreadCopier(pool, host_pool, choose_copy_bytes(compiled))
 
 
-class ThreadCopier:
-    """Copies in host memory by one thread, in order of submission.
+def choose_copy_bytes(compiled: bool) -> CopyBytes:
+    """What copies blocks within host memory."""
+    return cpu.copy_bytes if compiled else block_copy.copy_bytes
+
+
+class JobThread:
+    """Copies by one thread, in order of submission."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[CopyDone] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def copy(self, job: CopyJob) -> bool:
+        """Do it; whether the targets hold now what they should."""
+        raise NotImplementedError
+
+    def submit(self, job: CopyJob) -> None:
+        """See Copier."""
+        self._jobs.put(job)
+
+    def poll(self) -> tuple[CopyDone, ...]:
+        """See Copier."""
+        done: list[CopyDone] = []
+        while not self._done.empty():
+            done.append(self._done.get())
+        return tuple(done)
+
+    def close(self) -> None:
+        """See Copier."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            started = time.perf_counter()
+            ok = self.copy(job)
+            self._done.put(CopyDone(job.job_id, ok, time.perf_counter() - started))
+
+
+class ThreadCopier(JobThread):
+    """Copies in host memory.
 
     Steps on the CPU are over when they return, so a job submitted between two steps is ordered
     after the one before by itself.
@@ -58,33 +99,16 @@ class ThreadCopier:
     def __init__(self, pool: Tensor, host_pool: Tensor, copy_bytes: CopyBytes) -> None:
         self._copy_bytes = copy_bytes
         self._pools = {
-            CopyKind.STORE: (_byte_view(pool), _byte_view(host_pool)),
-            CopyKind.LOAD: (_byte_view(host_pool), _byte_view(pool)),
+            CopyKind.STORE: (byte_view(pool), byte_view(host_pool)),
+            CopyKind.LOAD: (byte_view(host_pool), byte_view(pool)),
         }
-        self._jobs: queue.SimpleQueue[CopyJob | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[CopyDone] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="block-copies", daemon=True)
-        self._thread.start()
+        super().__init__("block-copies")
 
-    def submit(self, job: CopyJob) -> None:
-        self._jobs.put(job)
-
-    def poll(self) -> tuple[CopyDone, ...]:
-        done: list[CopyDone] = []
-        while not self._done.empty():
-            done.append(self._done.get())
-        return tuple(done)
-
-    def close(self) -> None:
-        self._jobs.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            source, target = self._pools[job.kind]
-            started = time.perf_counter()
-            self._copy_bytes(source, job.sources, target, job.targets)
-            self._done.put(CopyDone(job.job_id, elapsed_s=time.perf_counter() - started))
+    def copy(self, job: CopyJob) -> bool:
+        """Always well."""
+        source, target = self._pools[job.kind]
+        self._copy_bytes(source, job.sources, target, job.targets)
+        return True
 
 
 class CudaCopier:
@@ -129,7 +153,7 @@ class CudaCopier:
             stream.synchronize()
 
 
-def _byte_view(pool: Tensor) -> ByteBlocks:
+def byte_view(pool: Tensor) -> ByteBlocks:
     """uint8 [num_blocks, block_bytes] over the same memory."""
     if len(pool) == 0:
         return np.empty((0, 0), dtype=np.uint8)

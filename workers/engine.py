@@ -21,6 +21,7 @@ from typing import TypeVar
 from ..protos.errors import InternalError, InvalidArgument, PagefleetError, Unavailable
 from ..protos.messages import EngineRequest, FinishReason, SequenceDelta
 from ..scheduler.output import CopyDone, ModelRunnerOutput, SchedulerOutput
+from ..scheduler.prefix_imports import ImportCounts, ImportOrder
 from ..scheduler.scheduler import Scheduler
 from .executor import Executor
 from .live_request import DeltaSink, LiveRequest
@@ -78,6 +79,7 @@ class Engine:
         self._steps_done = 0
         self._last_pulse = clock()
         self._on_change: Callable[[], None] | None = None
+        self._on_import: Callable[[ImportOrder], None] | None = None
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="pagefleet-engine", daemon=True)
         # Guards what follows. Held while sinks are called, so that nothing is delivered for a
@@ -107,9 +109,20 @@ class Engine:
         """Requests with a sample that has not ended."""
         return len(self._requests)
 
-    def start(self, on_change: Callable[[], None] | None = None) -> None:
-        """Begin to step. `on_change` is called on the engine thread whenever stats may differ."""
+    @property
+    def import_counts(self) -> ImportCounts:
+        """What came of prefixes that were fetched from other replicas."""
+        return self._scheduler.imports.counts
+
+    def start(
+        self,
+        on_change: Callable[[], None] | None = None,
+        on_import: Callable[[ImportOrder], None] | None = None,
+    ) -> None:
+        """Begin to step. Called on the engine thread: `on_change` whenever stats may differ,
+        `on_import` for what is to be fetched from another replica."""
         self._on_change = on_change
+        self._on_import = on_import
         self._thread.start()
 
     def submit(self, request: EngineRequest, sink: DeltaSink) -> None:
@@ -223,6 +236,8 @@ class Engine:
 
     def _step(self) -> bool:
         """Schedule a step and end the one before it; False if there was neither."""
+        for order in self._scheduler.imports.take_orders():
+            self._fetch(order)
         output = self._scheduler.schedule(self._clock())
         if output is not None:
             self._launch(output)
@@ -232,6 +247,12 @@ class Engine:
             self._poll_executor()
         self._deliver(self._scheduler.take_deltas())
         return output is not None or num_ended > 0
+
+    def _fetch(self, order: ImportOrder) -> None:
+        if self._on_import is None:  # nobody to ask
+            self._scheduler.imports.fail(order.import_id)
+        else:
+            self._on_import(order)
 
     def _launch(self, output: SchedulerOutput) -> None:
         now = self._clock()

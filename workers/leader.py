@@ -17,7 +17,8 @@ from uuid import uuid4
 from torch.distributed import TCPStore
 
 from ..protos.errors import Unavailable
-from ..protos.messages import CacheIdentity, ModelCard, ReplicaInfo
+from ..protos.messages import CacheIdentity, ModelCard, ReplicaInfo, TransferPeer
+from ..scheduler.prefix_imports import ImportOrder
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.stats import SchedulerStats
 from .config import WorkerConfig
@@ -27,6 +28,7 @@ from .executor import make_executor
 from .heartbeat import Pulse, heartbeat_from_environment, step_patience_s
 from .loop_thread import LoopThread
 from .model_runner import MeasuredSpeed, ModelRunner
+from .prefix_mover import ExportGrant, ExportRequest, PrefixMover, PrefixOffer, TransferLink
 from .rendezvous import RankSpec
 from .reporter import ControllerLink, Reporter
 from .step_times import StepTimes
@@ -34,6 +36,8 @@ from .step_times import StepTimes
 logger = logging.getLogger(__name__)
 
 _DRAIN_SLACK_S = 1.0  # the same order again is no shorter one
+_SAVE_LIMIT_S = 5.0  # for what others take over of the cache of a replica that goes
+_TRANSFER_CALL_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,8 @@ class Leader:
         model: the name that clients know it by.
         host: the node's own address; the data plane listens there.
         asked_at: when somebody decided to start it, on the wall clock; None = not known.
+        transfers, actors: how blocks are exchanged with other replicas, and the names by which
+            they find this one's ranks; None = they are not.
     """
 
     def __init__(
@@ -117,12 +123,16 @@ class Leader:
         host: str,
         node_id: str = "",
         asked_at: float | None = None,
+        transfers: TransferLink | None = None,
+        actors: tuple[str, ...] = (),
     ) -> None:
         self._engine = loaded.engine
         self._ended = threading.Event()
         self._end_reason = ReplicaEnd("")
         self._drain_until: float | None = None
         self._drain_timer: asyncio.TimerHandle | None = None
+        self._saving: asyncio.Task[int] | None = None
+        self._has_to_save = False
         self._closing = threading.Lock()
         self._is_closed = False
         incarnation, stream_secret = uuid4().hex, secrets.token_hex(32)
@@ -131,6 +141,11 @@ class Leader:
         )
         self._loop = LoopThread("pagefleet-leader")
         address = self._loop.submit(self._server.start(host)).result()
+        block_bytes = loaded.runner.storage.layout.num_bytes
+        self._mover = None
+        if transfers is not None and loaded.runner.num_host_blocks > 0:
+            own = TransferPeer(replica_id, incarnation, actors)
+            self._mover = PrefixMover(self._engine, transfers, own, block_bytes)
         self.info = ReplicaInfo(
             replica_id=replica_id,
             incarnation=incarnation,
@@ -145,9 +160,11 @@ class Leader:
             prefill_tokens_per_s=loaded.speed.prefill_tokens_per_s,
             decode_step_s=loaded.speed.decode_step_s,
             node_id=node_id,
-            block_bytes=loaded.runner.storage.layout.num_bytes,
+            block_bytes=block_bytes,
             memory=loaded.runner.partition.text,
             startup_s=0.0 if asked_at is None else max(0.0, time.time() - asked_at),
+            tensor_parallel=loaded.runner.ranks.world_size,
+            actors=actors if self._mover is not None else (),
         )
         self._reporter = Reporter(
             self._engine,
@@ -156,8 +173,10 @@ class Leader:
             model_card(model, loaded),
             on_fence=self._on_fence,
             on_drain=self._drain,
+            on_peers=self._save,
+            transfer_stats=None if self._mover is None else self._mover.stats,
         )
-        self._engine.start(self._on_change)
+        self._engine.start(self._on_change, None if self._mover is None else self._on_import)
         self._loop.submit(self._report_first()).result()
         self._loop.submit(self._reporter.run())
         heartbeat = heartbeat_from_environment(replica_id)
@@ -176,6 +195,24 @@ class Leader:
         """Take no new requests, let streams go on for `drain_s`, then end them, and it."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended already
             self._loop.loop.call_soon_threadsafe(self._drain, drain_s)
+
+    def open_export(self, request: ExportRequest) -> ExportGrant | None:
+        """Pin what another replica wants to read; None: it is not here, or there is no room."""
+        if self._mover is None:
+            return None
+        return self._loop.submit(self._mover.open_export(request)).result(_TRANSFER_CALL_S)
+
+    def close_export(self, export_id: int) -> bool:
+        """Unpin; whether all was held until now."""
+        if self._mover is None:
+            return False
+        return self._loop.submit(self._mover.close_export(export_id)).result(_TRANSFER_CALL_S)
+
+    def take_over(self, offer: PrefixOffer) -> bool:
+        """Fetch what a replica that goes has offered; whether it is here now."""
+        if self._mover is None or self._drain_until is not None:
+            return False
+        return self._loop.submit(self._mover.take_over(offer)).result(_TRANSFER_CALL_S)
 
     def wait_ended(self) -> ReplicaEnd:
         """Wait until this incarnation can serve no more; answers why."""
@@ -211,6 +248,12 @@ class Leader:
         patience_s = step_patience_s(engine.step_times.p99_s)
         return Pulse(engine.steps_done, engine.num_requests, patience_s)
 
+    def _on_import(self, order: ImportOrder) -> None:
+        """On the engine's thread."""
+        assert self._mover is not None, "nothing can be fetched"
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the engine ends too
+            self._loop.loop.call_soon_threadsafe(self._mover.begin, order)
+
     def _on_fence(self) -> None:
         self._end("declared dead by the controller")
 
@@ -228,10 +271,29 @@ class Leader:
         self._drain_timer = loop.call_later(drain_s, move)
         self._reporter.is_draining = True
         self._reporter.notice_change()
+        if self._mover is not None and self._saving is None and drain_s > 0.0:
+            self._has_to_save = True  # the controller's next answer names the peers
+            loop.call_later(min(drain_s, _SAVE_LIMIT_S), self._end_saving)
+        self._end_if_drained()
+
+    def _save(self, peers: tuple[TransferPeer, ...]) -> None:
+        """On the loop, while it drains: let others take over what is hot of its cache, once."""
+        if self._mover is None or not self._has_to_save or self._saving is not None:
+            return
+        loop = self._loop.loop
+        limit_s = _SAVE_LIMIT_S
+        if self._drain_until is not None:
+            limit_s = min(limit_s, self._drain_until - loop.time())
+        self._saving = loop.create_task(self._mover.save(peers, limit_s))
+        self._saving.add_done_callback(lambda _: self._end_saving())
+
+    def _end_saving(self) -> None:
+        self._has_to_save = False
         self._end_if_drained()
 
     def _end_if_drained(self) -> None:
-        if self._drain_until is not None and self._engine.num_requests == 0:
+        is_done = self._engine.num_requests == 0 and not self._has_to_save
+        if self._drain_until is not None and is_done:
             self._end("drained", drained=True)
 
     def _end(self, reason: str, *, drained: bool = False) -> None:

@@ -8,10 +8,13 @@ import logging
 
 import ray
 
+from .block_staging import BlockBatch
+from .block_storage import BlockStorage
 from .config import WorkerConfig
 from .model_runner import ModelRunner
 from .process_identity import ProcessIdentity, this_process
 from .rank_loop import RankLoop
+from .ray_transfers import fetch_shard, read_shard
 from .rendezvous import RankSpec
 
 logger = logging.getLogger(__name__)
@@ -22,6 +25,7 @@ class RankWorker:
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
+        self._storage: BlockStorage | None = None
 
     def identify(self) -> ProcessIdentity:
         """The process to end when this replica must be gone for certain."""
@@ -33,5 +37,24 @@ class RankWorker:
         Raises GroupError when the leader or another rank is lost.
         """
         runner = ModelRunner.load(self._config, spec)
+        self._storage = runner.storage
         logger.info("rank %d: %s", spec.rank, runner.partition.text)
         RankLoop(runner).run()
+
+    def read_shard(self, block_ids: tuple[int, ...]) -> BlockBatch:
+        """This rank's part of blocks that the leader holds for another replica."""
+        return read_shard(self._loaded(), block_ids)
+
+    def fetch_shard(
+        self, source: str, import_id: int, block_ids: tuple[int, ...], timeout_s: float
+    ) -> None:
+        """Stage this rank's part of what another replica's same rank, by its name, has."""
+        fetch_shard(self._loaded(), source, import_id, block_ids, timeout_s)
+
+    def forget_staged(self, import_id: int) -> None:
+        """It is of no use any more."""
+        self._loaded().staged.take(import_id)
+
+    def _loaded(self) -> BlockStorage:
+        assert self._storage is not None, "obey() comes first"
+        return self._storage

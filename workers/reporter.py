@@ -29,6 +29,8 @@ from ..protos.messages import (
     ReplicaReport,
     ReportReply,
     RouteEvents,
+    TransferPeer,
+    TransferStats,
 )
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.stats import SchedulerStats
@@ -95,6 +97,8 @@ class Reporter:
         on_fence: called when the controller has declared this incarnation dead.
         on_drain: called, with each reply that says so, when this replica has to go, and with the
             seconds its streams may still take.
+        on_peers: called with each such reply: who may take over what is hot of its cache.
+        transfer_stats: what was fetched from other replicas; None = nothing can be.
         min_interval_s, max_interval_s: between reports while things change, and while they do not.
         map_interval_s: between two maps of the pools, while the controller asks for them.
         retry_s: pause after a call that failed.
@@ -109,6 +113,8 @@ class Reporter:
         *,
         on_fence: Callable[[], None],
         on_drain: Callable[[float], None],
+        on_peers: Callable[[tuple[TransferPeer, ...]], None] | None = None,
+        transfer_stats: Callable[[], TransferStats] | None = None,
         clock: Callable[[], float] = time.monotonic,
         min_interval_s: float = 0.05,
         max_interval_s: float = 1.0,
@@ -121,6 +127,8 @@ class Reporter:
         self._card = card
         self._on_fence = on_fence
         self._on_drain = on_drain
+        self._on_peers = on_peers
+        self._transfer_stats = transfer_stats or TransferStats
         self._clock = clock
         self._min_interval_s = min_interval_s
         self._max_interval_s = max_interval_s
@@ -257,6 +265,7 @@ class Reporter:
             draining=self.is_draining,
             preemptions_swap=stats.preemptions_swap,
             counters=_counters(stats),
+            transfers=self._transfer_stats(),
             device_map=taken.maps[0],
             host_map=taken.maps[1],
         )
@@ -282,6 +291,8 @@ class Reporter:
             self._on_fence()
         elif reply.draining:
             self._on_drain(reply.drain_s)
+            if self._on_peers is not None:
+                self._on_peers(reply.peers)
         self._map_cells = reply.map_cells
         if reply.unknown:
             self._is_registered = False

@@ -152,9 +152,7 @@ def _encode_rare(output: SchedulerOutput) -> bytes:
         for new in output.new_rows
     ]
     copies = [[copy.source, copy.target, copy.num_slots] for copy in output.device_copies]
-    jobs = [
-        [job.job_id, job.kind.value, len(job.sources), job.staging] for job in output.copy_jobs
-    ]
+    jobs = [[job.job_id, job.kind.value, len(job.sources), job.staging] for job in output.copy_jobs]
     return json.dumps([new_rows, copies, jobs], separators=(",", ":")).encode()
 
 

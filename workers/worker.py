@@ -19,9 +19,13 @@ from torch.distributed import TCPStore
 
 from ..protos.messages import ModelCard, ReplicaInfo, ReplicaReport, ReportReply
 from ..scheduler.stats import SchedulerStats
+from .block_staging import BlockBatch
+from .block_storage import BlockStorage
 from .config import WorkerConfig
 from .leader import Leader, ReplicaEnd, load_engine
+from .prefix_mover import ExportGrant, ExportRequest, PrefixOffer
 from .process_identity import ProcessIdentity, this_process
+from .ray_transfers import RayTransferLink, read_shard
 from .rendezvous import RankSpec, open_group
 from .reporter import ControllerUnreachable
 
@@ -75,6 +79,7 @@ class Worker:
         self._config = config
         self._link = RayControllerLink(controller)
         self._leader: Leader | None = None
+        self._storage: BlockStorage | None = None
         self._spec: RankSpec | None = None
         self._store: TCPStore | None = None
 
@@ -88,23 +93,28 @@ class Worker:
         self._spec, self._store = open_group(name, world_size, host, self._config.device)
         return self._spec
 
-    def start(self, asked_at: float | None = None) -> ReplicaInfo:
+    def start(self, asked_at: float | None = None, actors: tuple[str, ...] = ()) -> ReplicaInfo:
         """Load the model, with the other ranks if there are any, serve, register.
 
-        asked_at: see `Leader`.
+        A new incarnation each time. asked_at: see `Leader`. actors: the names of its ranks, the
+        leader's first; without them no blocks are exchanged with other replicas.
         """
         assert self._leader is None, "one actor is one incarnation"
         # Python's 5 ms are several steps of a small model, and tokens would wait that long for
         # the thread that sends them.
         sys.setswitchinterval(0.0005)
+        loaded = load_engine(self._config, self._spec, self._store)
+        self._storage = loaded.runner.storage
         self._leader = Leader(
             self._replica_id,
             self._model,
-            load_engine(self._config, self._spec, self._store),
+            loaded,
             self._link,
             host=ray.util.get_node_ip_address(),
             node_id=ray.get_runtime_context().get_node_id(),
             asked_at=asked_at,
+            transfers=RayTransferLink(self._storage, actors) if actors else None,
+            actors=actors,
         )
         # What was loaded lives as long as the process: no collection needs to look at it again.
         gc.collect()
@@ -129,6 +139,24 @@ class Worker:
     def reset_prefix_cache(self) -> int:
         """Drop every cached block; answers how many there were."""
         return self._serving().reset_prefix_cache()
+
+    def open_export(self, request: ExportRequest) -> ExportGrant | None:
+        """Another replica's leader asks for blocks: they stay until `close_export`, or their
+        time is up."""
+        return self._serving().open_export(request)
+
+    def close_export(self, export_id: int) -> bool:
+        """It has read them; whether they were held until now."""
+        return self._serving().close_export(export_id)
+
+    def read_shard(self, block_ids: tuple[int, ...]) -> BlockBatch:
+        """This rank's part of blocks that are held."""
+        assert self._storage is not None, "start() comes first"
+        return read_shard(self._storage, block_ids)
+
+    def take_over(self, offer: PrefixOffer) -> bool:
+        """A replica that goes offers what is hot in its cache; whether it is here now."""
+        return self._serving().take_over(offer)
 
     def shutdown(self) -> None:
         """Stop serving; `join` returns."""

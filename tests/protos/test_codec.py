@@ -9,10 +9,12 @@ from pagefleet.protos.messages import (
     AdmissionClass,
     EngineRequest,
     FinishReason,
+    PrefixTransfer,
     SampleStart,
     SamplingParams,
     SequenceDelta,
     TokenLogprobs,
+    TransferPeer,
     Usage,
 )
 
@@ -72,6 +74,7 @@ def test_a_request_survives_the_wire(sampling):
         adapter="a",
         request_id="mine",
         traceparent="00-1-2-01",
+        transfer=PrefixTransfer(TransferPeer("r1", "life", ("a", "b")), 512, 0.25),
     )
     data = codec.encode_engine_request(request).SerializeToString()
     assert codec.decode_engine_request(engine_pb2.Submit.FromString(data)) == request
@@ -82,6 +85,7 @@ def test_absent_stays_absent():
     decoded = codec.decode_engine_request(codec.encode_engine_request(request))
     assert decoded.lease_id is None
     assert decoded.deadline_s is None
+    assert decoded.transfer is None
     assert decoded.sampling.max_tokens is None
     assert decoded.sampling.logprobs is None
 

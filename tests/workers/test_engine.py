@@ -423,6 +423,7 @@ class CopyingScheduler:
     """Gives out one copy job and nothing else."""
 
     def __init__(self) -> None:
+        self.imports = make_scheduler().imports  # none are open
         self.done: list[CopyDone] = []
         self.heard = threading.Event()
         self._has_job = True
