@@ -1,15 +1,16 @@
 """The operations a model is made of, behind one choice of backend.
 
-`reference` is plain torch and runs anywhere; `cpu` is compiled C++; GPU backends come beside
-them. Each operation of each backend is tested against `reference`.
+`reference` is plain torch and runs anywhere; `cpu` is compiled C++; `flashinfer` and `triton` run
+on a GPU. Each operation of each backend is tested against `reference`.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from .metadata import AttentionMetadata
+from .metadata import AttentionMetadata, HostLayout
+from .sampling import DrawParams
 
 
 class LinearWeight(Protocol):
@@ -26,7 +27,8 @@ class KernelBackend(Protocol):
     """T = tokens of the step; every float tensor has the model's dtype unless said otherwise.
 
     kv_layer: one layer's strided view of the block-major pool,
-    [num_blocks, 2, block_size, num_kv_heads, head_dim].
+    [num_blocks, 2, block_size, num_kv_heads, head_dim]; of the model's dtype or a narrower one,
+    then rounded as it is written and widened as it is read.
     """
 
     name: str
@@ -66,7 +68,7 @@ class KernelBackend(Protocol):
         q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]; inputs may be strided
         views of one fused projection. cos_sin: float32 [max_positions, rotary_dim], cos then sin;
         dimensions from rotary_dim on pass through, so a table of width 0 rotates nothing.
-        Returns the rotated q, contiguous.
+        Returns the rotated q, as the same backend's `attention` takes it; q and k are used up.
         """
         ...
 
@@ -95,10 +97,32 @@ class KernelBackend(Protocol):
         """As `silu_and_mul`, with GELU in its tanh approximation."""
         ...
 
+    def filtered_weights(self, logits: Tensor, params: DrawParams) -> Tensor:
+        """What may be drawn after temperature and filters, and how likely; a row's sum may be any.
+
+        logits: float32 [n, vocab], unchanged → float32 [n, vocab].
+        """
+        ...
+
     def copy_slots(self, pool: Tensor, sources: Tensor, targets: Tensor, num_slots: Tensor) -> None:
         """Copy-on-write in one call: the first num_slots[i] slots of block sources[i] → targets[i].
 
         pool: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim];
         sources, targets, num_slots: int64 [n].
+        """
+        ...
+
+
+@runtime_checkable
+class GraphBackend(KernelBackend, Protocol):
+    """A backend whose decode steps a CUDA graph can hold: kernels read the step's layout on the
+    device, and never ask the host."""
+
+    def plan_graph(self, metadata: AttentionMetadata, host: HostLayout, max_num_pages: int) -> None:
+        """Before a graph's decode step is captured, and before each replay: what the host has to
+        work out of the step's new layout.
+
+        metadata: the object that the graph was captured with, whose tensors hold the new layout.
+        max_num_pages: the most blocks that the tables of any graph's step name together.
         """
         ...

@@ -2,7 +2,19 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HostLayout:
+    """The same step's layout in host memory, for backends that plan there: int32 arrays as in
+    `AttentionMetadata`."""
+
+    query_starts: NDArray[np.int32]
+    context_lens: NDArray[np.int32]
+    block_tables: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +29,7 @@ class AttentionMetadata:
     slots: int64 [num_tokens], block id * block_size + offset, where each token's K/V is written.
     num_decodes: how many leading sequences have exactly one query token.
     max_query_len, max_context_len: over all sequences.
+    host: None = a backend that plans has to read the device first.
     """
 
     query_starts: Tensor
@@ -27,3 +40,4 @@ class AttentionMetadata:
     num_decodes: int
     max_query_len: int
     max_context_len: int
+    host: HostLayout | None = None

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import block_copy
+from . import block_copy, sampling
 from .backend import LinearWeight
 from .metadata import AttentionMetadata
 
@@ -98,8 +98,8 @@ class ReferenceBackend:
         cos, sin = cos_sin[metadata.positions].unsqueeze(1).chunk(2, dim=-1)
         block_size = kv_layer.shape[2]
         blocks, offsets = metadata.slots // block_size, metadata.slots % block_size
-        kv_layer[blocks, 0, offsets] = rotate(k, cos, sin)
-        kv_layer[blocks, 1, offsets] = v
+        kv_layer[blocks, 0, offsets] = stored(rotate(k, cos, sin), kv_layer.dtype)
+        kv_layer[blocks, 1, offsets] = stored(v, kv_layer.dtype)
         return rotate(q, cos, sin)
 
     def attention(
@@ -121,7 +121,7 @@ class ReferenceBackend:
         attend = _attend_in_splits if self.deterministic else _attend_prefill
         for index in range(first, len(context_lens)):
             begin, end = starts[index], starts[index + 1]
-            k, v = _gather(kv_layer, metadata.block_tables[index], context_lens[index])
+            k, v = _gather(kv_layer, metadata.block_tables[index], context_lens[index], q.dtype)
             out[begin:end] = attend(q[begin:end], k, v, scores)
         return out
 
@@ -132,6 +132,9 @@ class ReferenceBackend:
     def gelu_tanh_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh") * up
+
+    def filtered_weights(self, logits: Tensor, params: sampling.DrawParams) -> Tensor:
+        return sampling.filtered_weights(logits, params)
 
     def copy_slots(self, pool: Tensor, sources: Tensor, targets: Tensor, num_slots: Tensor) -> None:
         block_copy.copy_slots(pool, sources, targets, num_slots)
@@ -149,13 +152,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat(parts, dim=-1).to(x.dtype)
 
 
-def _gather(kv_layer: Tensor, table: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
+def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x as a cache of `dtype` holds it. What a narrower float has no number for is the nearest that
+    it has, not infinite."""
+    if dtype.itemsize < x.dtype.itemsize:
+        limit = torch.finfo(dtype).max
+        x = x.clamp(-limit, limit)
+    return x.to(dtype)
+
+
+def _gather(
+    kv_layer: Tensor, table: Tensor, context_len: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """K and V of one sequence, each [context_len, num_kv_heads, head_dim]: no slot beyond it."""
     block_size = kv_layer.shape[2]
     blocks = table[: -(-context_len // block_size)]
     k = kv_layer[:, 0].index_select(0, blocks).flatten(0, 1)[:context_len]
     v = kv_layer[:, 1].index_select(0, blocks).flatten(0, 1)[:context_len]
-    return k, v
+    return k.to(dtype), v.to(dtype)
 
 
 def _attend_decodes(
@@ -177,7 +191,7 @@ def _attend_decodes(
     shape = (num_decodes, num_blocks * block_size, num_kv_heads, head_dim)
     dense: list[Tensor] = []
     for part in (0, 1):
-        gathered = kv_layer[:, part].index_select(0, blocks).view(shape)
+        gathered = kv_layer[:, part].index_select(0, blocks).view(shape).to(q.dtype)
         # A mask alone would let NaN through.
         gathered.masked_fill_(hidden[:, :, None, None], 0)
         dense.append(gathered.transpose(1, 2))

@@ -84,6 +84,15 @@ def uniforms(
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    """Which filters any of the rows has; False spares asking the device."""
+
+    top_k: bool = True
+    top_p: bool = True
+    min_p: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class DrawParams:
     """How each of n rows chooses among its logits. Every tensor is [n], on the logits' device.
 
@@ -96,6 +105,7 @@ class DrawParams:
     top_p: Tensor
     min_p: Tensor
     uniforms: Tensor
+    limits: Limits = Limits()
 
     def part(self, begin: int, end: int) -> "DrawParams":
         """Those of rows begin .. end-1."""
@@ -105,6 +115,7 @@ class DrawParams:
             self.top_p[begin:end],
             self.min_p[begin:end],
             self.uniforms[begin:end],
+            self.limits,
         )
 
 
@@ -124,25 +135,54 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     return best, logits.gather(1, best.unsqueeze(1)).flatten().isfinite()
 
 
-def sample(logits: Tensor, params: DrawParams) -> Tensor:
+def filtered_weights(logits: Tensor, params: DrawParams) -> Tensor:
+    """What may be drawn after temperature and filters, and how likely: float32 [n, vocab]."""
+    weights = softmax_weights(logits, params.temperature)
+    if logits.device.type == "cpu":
+        apply_filters(weights, params.top_k, params.top_p, params.min_p)
+        return weights
+    return weights * kept_by_rank(weights, params)
+
+
+def kept_by_rank(weights: Tensor, params: DrawParams) -> Tensor:
+    """What `apply_filters` would leave, as bool [n, vocab], without once waiting for the device: by
+    each weight's place among its row's, which costs a sort."""
+    if not (params.limits.top_k or params.limits.top_p or params.limits.min_p):
+        return torch.ones_like(weights, dtype=torch.bool)
+    # stable: of equal weights the lowest ids come first
+    best, ids = weights.sort(dim=-1, descending=True, stable=True)
+    places = torch.arange(weights.shape[-1], device=weights.device)
+    top_k = params.top_k.unsqueeze(1)
+    kept = (places < top_k) | (top_k <= 0)
+    above = (best * kept).cumsum(-1)
+    target = params.top_p.unsqueeze(1) * above[:, -1:]
+    before = F.pad(above[:, :-1], (1, 0))
+    kept &= (before < target) | (params.top_p >= 1.0).unsqueeze(1)
+    kept[:, 0] = True
+    kept &= best >= params.min_p.clamp(max=1.0).unsqueeze(1) * best[:, :1]
+    return torch.zeros_like(kept).scatter_(1, ids, kept)
+
+
+Filter = Callable[[Tensor, DrawParams], Tensor]
+
+
+def sample(logits: Tensor, params: DrawParams, filtered: Filter = filtered_weights) -> Tensor:
     """Draw one id per row: temperature, top-k, top-p, min-p, then inverse CDF in id order.
 
-    logits: float32 [n, vocab], unchanged; → int64 [n].
+    logits: float32 [n, vocab], unchanged; → int64 [n]. filtered: `KernelBackend.filtered_weights`.
     """
     # On the CPU in pieces that stay in its cache.
     num_rows, vocab_size = logits.shape
     piece = max(1, _PIECE // vocab_size) if logits.device.type == "cpu" else num_rows
     drawn = [
-        _sample_piece(logits[begin : begin + piece], params.part(begin, begin + piece))
+        _sample_piece(logits[begin : begin + piece], params.part(begin, begin + piece), filtered)
         for begin in range(0, num_rows, piece)
     ]
     return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
 
-def _sample_piece(logits: Tensor, params: DrawParams) -> Tensor:
-    weights = softmax_weights(logits, params.temperature)
-    apply_filters(weights, params.top_k, params.top_p, params.min_p)
-    return draw(weights, params.uniforms)
+def _sample_piece(logits: Tensor, params: DrawParams, filtered: Filter) -> Tensor:
+    return draw(filtered(logits, params), params.uniforms)
 
 
 def softmax_weights(logits: Tensor, temperature: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import triton_kernels as device
-from .metadata import AttentionMetadata
+from .metadata import AttentionMetadata, HostLayout
 from .reference import ReferenceBackend
 
 _MIN_DOT = 16  # the smallest side of a product on tensor cores
@@ -189,6 +189,9 @@ class TritonBackend(ReferenceBackend):
         if is_decode and not self.deterministic:
             return max(_MIN_DOT, _power_of_two(group)), block_n, 4
         return 64 if is_wide else 128, block_n, 4 if is_wide else 8
+
+    def plan_graph(self, metadata: AttentionMetadata, host: HostLayout, max_num_pages: int) -> None:
+        """Nothing: the kernels read the layout themselves."""
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return _launch_gate(gate_up, is_gelu=False)

@@ -106,6 +106,24 @@ def test_draw_follows_the_distribution() -> None:
     torch.testing.assert_close(shares, (logits[0] / 0.7).softmax(-1), atol=0.015, rtol=0.0)
 
 
+def test_filters_by_rank_leave_what_filters_by_border_leave() -> None:
+    """What a GPU does without asking it, and what the CPU does."""
+    generator = torch.Generator().manual_seed(3)
+    weights = torch.rand(40, 300, generator=generator).pow(4)
+    weights[20:] = (weights[20:] * 8).round() / 8 + 1e-3  # many equals
+    weights /= weights.amax(-1, keepdim=True)
+    params = sampling.DrawParams(
+        temperature=torch.ones(40),
+        top_k=torch.tensor([0, 1, 7, 300, 400] * 8),
+        top_p=torch.tensor([1.0, 0.01, 0.5, 0.9] * 10),
+        min_p=torch.tensor([0.0, 0.0, 0.2] * 13 + [1.0]),
+        uniforms=torch.zeros(40),
+    )
+    kept_by_rank = sampling.kept_by_rank(weights, params)
+    sampling.apply_filters(weights, params.top_k, params.top_p, params.min_p)
+    assert torch.equal(kept_by_rank, weights > 0)
+
+
 def kept(
     weights: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> list[list[int]]:
