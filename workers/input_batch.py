@@ -1,7 +1,7 @@
 """The step's input, kept between steps: one row per running sequence, updated by deltas.
 
 Knows tokens, block tables and sampling parameters as arrays; no object per token, no tensor on
-a device. The scheduler owns the meaning of rows; this only obeys.
+a device but the step's own. The scheduler owns the meaning of rows; this only obeys.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
@@ -12,10 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..kernels.metadata import AttentionMetadata
+from ..kernels.metadata import AttentionMetadata, HostLayout
 from ..protos.messages import SamplingParams
 from ..scheduler.output import Int32Array, NewRow, SchedulerOutput, num_beam_candidates
 from .grammar import GrammarState
+from .upload import upload
 
 Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
@@ -27,6 +28,24 @@ class StepInput:
 
     token_ids: Tensor
     metadata: AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """A step's input in host memory. token_ids, positions, slots: int64 [T]; attention, num_decodes
+    and max_query_len: as in `AttentionMetadata`."""
+
+    token_ids: Int64Array
+    positions: Int64Array
+    slots: Int64Array
+    attention: HostLayout
+    num_decodes: int
+    max_query_len: int
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence has one token."""
+        return self.num_decodes == len(self.attention.context_lens)
 
 
 class SamplingRows:
@@ -144,7 +163,7 @@ class InputBatch:
         self.num_blocks = np.zeros(num_rows, dtype=np.int64)
         self._device = device
         self._eos_token_ids = eos_token_ids
-        self._decode_starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+        self._decode_starts = np.arange(num_rows + 1, dtype=np.int32)
 
     def apply(self, output: SchedulerOutput) -> None:
         """The deltas of one step, in the order that `SchedulerOutput` promises."""
@@ -162,29 +181,49 @@ class InputBatch:
         self.num_tokens[rows] += 1
 
     def prepare(self, output: SchedulerOutput) -> StepInput:
+        """The step on the device; see `lay_out`."""
+        return self.on_device(self.lay_out(output))
+
+    def lay_out(self, output: SchedulerOutput) -> StepLayout:
         """Tokens, positions and slots of the scheduled rows, flat in the order of the batch."""
         if int(output.num_scheduled_tokens.sum()) == len(output.rows):
-            return self._prepare_decodes(output)
+            return self._lay_out_decodes(output)
         counts = output.num_scheduled_tokens.astype(np.int64)
         first = output.num_computed_tokens.astype(np.int64)
         starts = np.zeros(len(counts) + 1, dtype=np.int32)
         np.cumsum(counts, out=starts[1:])
         positions = np.arange(int(starts[-1]), dtype=np.int64)
         positions += np.repeat(first - starts[:-1], counts)
-        return self._make_input(
+        return self._make_layout(
             rows=np.repeat(output.rows, counts),
             positions=positions,
             tables=output.rows,
-            query_starts=self._to_device(starts),
+            query_starts=starts,
             context_lens=(first + counts).astype(np.int32),
             num_decodes=int((counts != 1).argmax()),
             max_query_len=int(counts.max()),
         )
 
-    def _prepare_decodes(self, output: SchedulerOutput) -> StepInput:
-        """As `prepare`, one token per row: nothing to repeat or to sum."""
+    def on_device(self, layout: StepLayout) -> StepInput:
+        """The tensors of a layout."""
+        attention = layout.attention
+        metadata = AttentionMetadata(
+            query_starts=upload(attention.query_starts, self._device),
+            context_lens=upload(attention.context_lens, self._device),
+            block_tables=upload(attention.block_tables, self._device),
+            positions=upload(layout.positions, self._device),
+            slots=upload(layout.slots, self._device),
+            num_decodes=layout.num_decodes,
+            max_query_len=layout.max_query_len,
+            max_context_len=int(attention.context_lens.max()),
+            host=attention,
+        )
+        return StepInput(upload(layout.token_ids, self._device), metadata)
+
+    def _lay_out_decodes(self, output: SchedulerOutput) -> StepLayout:
+        """As `lay_out`, one token per row: nothing to repeat or to sum."""
         num_rows = len(output.rows)
-        return self._make_input(
+        return self._make_layout(
             rows=output.rows,
             positions=output.num_computed_tokens.astype(np.int64),
             tables=output.rows,
@@ -194,34 +233,30 @@ class InputBatch:
             max_query_len=1,
         )
 
-    def _make_input(
+    def _make_layout(
         self,
         rows: Int32Array,
         positions: Int64Array,
         tables: Int32Array,
-        query_starts: Tensor,
+        query_starts: Int32Array,
         context_lens: Int32Array,
         num_decodes: int,
         max_query_len: int,
-    ) -> StepInput:
+    ) -> StepLayout:
         """rows, positions: of each token; tables: the row of each sequence."""
         block_indices, offsets = np.divmod(positions, self.block_size)
         slots = self.block_tables[rows, block_indices] * np.int64(self.block_size)
         slots += offsets
-        max_context_len = int(context_lens.max())
-        num_blocks = -(-max_context_len // self.block_size)
-        metadata = AttentionMetadata(
-            query_starts=query_starts,
-            context_lens=self._to_device(context_lens),
-            block_tables=self._to_device(self.block_tables[tables, :num_blocks]),
-            positions=self._to_device(positions),
-            slots=self._to_device(slots),
+        num_blocks = -(-int(context_lens.max()) // self.block_size)
+        block_tables = self.block_tables[tables, :num_blocks]
+        return StepLayout(
+            token_ids=self.tokens[rows, positions].astype(np.int64),
+            positions=positions,
+            slots=slots,
+            attention=HostLayout(query_starts, context_lens, block_tables),
             num_decodes=num_decodes,
             max_query_len=max_query_len,
-            max_context_len=max_context_len,
         )
-        token_ids = self.tokens[rows, positions].astype(np.int64)
-        return StepInput(self._to_device(token_ids), metadata)
 
     def _set_row(self, new: NewRow) -> None:
         row, num_tokens, num_blocks = new.row, len(new.token_ids), len(new.block_table)
@@ -244,11 +279,3 @@ class InputBatch:
         within = np.arange(len(rows)) - np.repeat(first, lengths)
         self.block_tables[ordered, self.num_blocks[ordered] + within] = blocks[order]
         self.num_blocks[ordered[first]] += lengths
-
-    def _to_device(self, array: NDArray[np.generic]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self._device.type == "cpu":
-            return tensor
-        # A pinned buffer of its own each step: torch keeps it until the copy has ended, so the
-        # next step cannot overwrite it.
-        return tensor.pin_memory().to(self._device, non_blocking=True)
