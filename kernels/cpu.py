@@ -11,6 +11,7 @@ reused, which makes a call cheap enough for small models.
 # pyright: reportUnknownArgumentType=false
 
 import ctypes
+from collections.abc import Callable
 from ctypes import c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +25,7 @@ from torch import Tensor
 from .backend import LinearWeight
 from .metadata import AttentionMetadata
 from .reference import ReferenceBackend
+from .sampling import DrawParams
 
 _LIBRARY_PATH = Path(__file__).with_name("_cpu.so")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -54,8 +56,8 @@ class _AttentionArgs(ctypes.Structure):
         *((name, c_void_p) for name in ("query_starts", "context_lens", "block_tables")),
         *((name, c_int64) for name in ("table_stride", *_CACHE_STRIDES)),
         *((name, c_int64) for name in ("num_sequences", "num_heads", "num_kv_heads")),
-        *((name, c_int64) for name in ("head_dim", "block_size")),
-        ("scale", c_float),
+        *((name, c_int64) for name in ("head_dim", "block_size", "window")),
+        *((name, c_float) for name in ("scale", "soft_cap")),
         *((name, c_int32) for name in ("dtype", "threads")),
     )
 
@@ -82,6 +84,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "pf_rms_norm": [_P, _P, _P, _L, _L, _F, _I, _I],
     "pf_add_rms_norm": [_P, _P, _P, _P, _L, _L, _F, _I, _I],
     "pf_silu_and_mul": [_P, _P, _L, _L, _I, _I],
+    "pf_gelu_tanh_and_mul": [_P, _P, _L, _L, _I, _I],
     "pf_copy_slots": [_P, _P, _P, _P, _L, _L, _L, _L, _I],
     "pf_copy_blocks": [_P, _P, _P, _P, _L, _L],
 }
@@ -197,8 +200,7 @@ class CpuBackend:
         weight_dtype: how `pack_linear` stores weights; None keeps the dtype they come in.
             Narrower weights are widened as they are read: products are float32 all the same.
         num_threads: None takes torch's number at the time of construction.
-        deterministic: compiled results always are; attention with a window or a soft cap,
-            which `reference` computes, is so on request.
+        deterministic: compiled results always are.
     """
 
     name = "cpu"
@@ -219,8 +221,7 @@ class CpuBackend:
         self._library = library
         self._attention = _AttentionArgs(threads=self.num_threads)
         self._rope = _RopeArgs(threads=self.num_threads)
-        # What is not compiled: attention with a window or a soft cap, GELU.
-        self._reference = ReferenceBackend(deterministic)
+        self._reference = ReferenceBackend(deterministic)  # for a cache narrower than the model
         self._attention_layout: tuple[object, ...] = ()
         self._rope_layout: tuple[object, ...] = ()
 
@@ -340,6 +341,8 @@ class CpuBackend:
         kv_layer: Tensor,
         metadata: AttentionMetadata,
     ) -> Tensor:
+        if kv_layer.dtype != q.dtype:
+            return self._reference.rope_and_cache(q, k, v, cos_sin, kv_layer, metadata)
         out = torch.empty(q.shape, dtype=q.dtype)
         arguments = self._rope
         layout = (metadata, cos_sin, q.shape, q.stride(), k.stride(), v.stride(), kv_layer.stride())
@@ -388,24 +391,23 @@ class CpuBackend:
         window: int | None = None,
         soft_cap: float | None = None,
     ) -> Tensor:
-        if not self.deterministic and window is not None and window >= metadata.max_context_len:
-            window = None
-        if window is not None or soft_cap is not None:
+        if kv_layer.dtype != q.dtype:
             return self._reference.attention(q, kv_layer, metadata, scale, window, soft_cap)
         q = q.contiguous()
         out = torch.empty_like(q)
         arguments = self._attention
-        layout = (metadata, q.shape, kv_layer.shape, kv_layer.stride(), scale)
+        layout = (metadata, q.shape, kv_layer.shape, kv_layer.stride())
         if not _same(layout, self._attention_layout):
-            self._describe_attention(q, kv_layer, metadata, scale)
+            self._describe_attention(q, kv_layer, metadata)
             self._attention_layout = layout
+        # Layers take turns with these.
+        arguments.scale, arguments.soft_cap = scale, soft_cap or 0.0
+        arguments.window = window or 0
         arguments.q, arguments.kv, arguments.out = q.data_ptr(), kv_layer.data_ptr(), out.data_ptr()
         self._library.pf_attention(ctypes.byref(arguments))
         return out
 
-    def _describe_attention(
-        self, q: Tensor, kv_layer: Tensor, metadata: AttentionMetadata, scale: float
-    ) -> None:
+    def _describe_attention(self, q: Tensor, kv_layer: Tensor, metadata: AttentionMetadata) -> None:
         """Fill in what is the same for every layer of a step."""
         tables = metadata.block_tables
         assert q.dtype == kv_layer.dtype, f"queries of {q.dtype} over a cache of {kv_layer.dtype}"
@@ -416,13 +418,19 @@ class CpuBackend:
         arguments.context_lens = metadata.context_lens.data_ptr()
         arguments.block_tables, arguments.table_stride = tables.data_ptr(), tables.stride(0)
         arguments.num_sequences = metadata.context_lens.shape[0]
-        arguments.num_heads, arguments.scale = q.shape[1], scale
+        arguments.num_heads = q.shape[1]
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gated(gate_up, self._library.pf_silu_and_mul)
+
+    def gelu_tanh_and_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gated(gate_up, self._library.pf_gelu_tanh_and_mul)
+
+    def _gated(self, gate_up: Tensor, function: Callable[..., None]) -> Tensor:
         gate_up = gate_up.contiguous()
         rows, width = gate_up.shape
         out = gate_up.new_empty(rows, width // 2)
-        self._library.pf_silu_and_mul(
+        function(
             gate_up.data_ptr(),
             out.data_ptr(),
             rows,
@@ -432,8 +440,8 @@ class CpuBackend:
         )
         return out
 
-    def gelu_tanh_and_mul(self, gate_up: Tensor) -> Tensor:
-        return self._reference.gelu_tanh_and_mul(gate_up)
+    def filtered_weights(self, logits: Tensor, params: DrawParams) -> Tensor:
+        return self._reference.filtered_weights(logits, params)
 
     def copy_slots(self, pool: Tensor, sources: Tensor, targets: Tensor, num_slots: Tensor) -> None:
         assert pool.is_contiguous(), "blocks are copied as one piece per plane"

@@ -34,7 +34,7 @@ struct Plan {
     for (long s = 0; s < args.num_sequences; s++) {
       if (!is_short(s)) continue;
       short_sequences++;
-      splits += splits_of(args.context_lens[s]);
+      splits += splits_of(args.context_lens[s]) - first_split(s);
     }
     bool spread = args.threads > 1 && short_sequences < 4 * args.threads;
     splits_per_task = spread ? ceil_div(splits, 4 * args.threads) : splits;
@@ -48,22 +48,28 @@ struct Plan {
 
   long queries_per_task() const { return max_of(1, kRowsPerTask / attention.group); }
   static long splits_of(long context) { return ceil_div(context, kSplit); }
+  // Of those that the first query token of a sequence sees.
+  long first_split(long s) const { return first_split(s, args.query_starts[s]); }
+  long first_split(long s, long query_begin) const {
+    return attention.first_seen(attention.position_of(s, query_begin)) / kSplit;
+  }
+  long num_splits(long s) const { return splits_of(args.context_lens[s]) - first_split(s); }
   bool is_short(long s) const {
     return attention.query_len(s) > 0 && attention.query_len(s) <= queries_per_task();
   }
   bool has_partials(long s) const {
-    return is_short(s) && splits_of(args.context_lens[s]) > splits_per_task;
+    return is_short(s) && num_splits(s) > splits_per_task;
   }
 
   long tasks_of(long s) const {
     if (!is_short(s)) return ceil_div(attention.query_len(s), queries_per_task()) * args.num_kv_heads;
-    long parts = ceil_div(splits_of(args.context_lens[s]), splits_per_task);
+    long parts = ceil_div(num_splits(s), splits_per_task);
     return parts * (args.num_kv_heads / heads_per_task);
   }
 
   long partial_floats_of(long s) const {
     if (!has_partials(s)) return 0;
-    return splits_of(args.context_lens[s]) * args.num_kv_heads *
+    return num_splits(s) * args.num_kv_heads *
            State::size(attention.query_len(s) * attention.group, attention.width);
   }
 
@@ -75,19 +81,19 @@ struct Plan {
     for (long chunk = ceil_div(length, step) - 1; chunk >= 0; chunk--) {
       long begin = chunk * step, end = min_of(begin + step, length);
       for (long head = 0; head < args.num_kv_heads; head++) {
-        tasks[n++] = {s, start + begin, start + end, head, head + 1, 0, splits_of(prefix + end),
-                      nullptr};
+        tasks[n++] = {s, start + begin, start + end, head, head + 1,
+                      first_split(s, start + begin), splits_of(prefix + end), nullptr};
       }
     }
     return n;
   }
 
   long add_short(long s, float* partials, Task* tasks) const {
-    long splits = splits_of(args.context_lens[s]), n = 0;
+    long first = first_split(s), splits = splits_of(args.context_lens[s]), n = 0;
     long size = State::size(attention.query_len(s) * attention.group, attention.width);
-    for (long split = 0; split < splits; split += splits_per_task) {
+    for (long split = first; split < splits; split += splits_per_task) {
       for (long head = 0; head < args.num_kv_heads; head += heads_per_task) {
-        float* partial = partials + (split * args.num_kv_heads + head) * size;
+        float* partial = partials + ((split - first) * args.num_kv_heads + head) * size;
         tasks[n++] = {s, args.query_starts[s], args.query_starts[s + 1], head,
                       head + heads_per_task, split, min_of(split + splits_per_task, splits),
                       has_partials(s) ? partial : nullptr};
@@ -110,7 +116,7 @@ struct Plan {
   void merge(float* partials) const {
     for (long s = 0; s < args.num_sequences; s++) {
       if (!has_partials(s)) continue;
-      attention.merge_sequence(s, splits_of(args.context_lens[s]), partials);
+      attention.merge_sequence(s, num_splits(s), partials);
       partials += partial_floats_of(s);
     }
   }
@@ -126,7 +132,8 @@ static void attend(const AttentionArgs& args) {
   plan.fill(partials, tasks);
   double reads = 0;
   for (long s = 0; s < args.num_sequences; s++) {
-    reads += 2.0 * args.context_lens[s] * args.head_dim * args.num_kv_heads *
+    long seen = args.context_lens[s] - plan.first_split(s) * kSplit;
+    reads += 2.0 * seen * args.head_dim * args.num_kv_heads *
              ceil_div(kernel.query_len(s), kMaxRows);
   }
 #pragma omp parallel for num_threads(args.threads) schedule(dynamic, 1) \

@@ -29,11 +29,21 @@ struct Attention {
   T* out;
   long group;       // query heads per KV head
   long dim, width;  // width: head_dim rounded up to whole vectors
+  long depth;       // head_dim filled up to whole chains
 
   explicit Attention(const AttentionArgs& a)
       : args(a), q((const T*)a.q), kv((const T*)a.kv), out((T*)a.out),
         group(a.num_heads / a.num_kv_heads), dim(a.head_dim),
-        width(ceil_div(a.head_dim, kWidth) * kWidth) {}
+        width(ceil_div(a.head_dim, kWidth) * kWidth), depth(Order<T>::length(a.head_dim)) {}
+
+  // Where in its sequence a token of the flat batch stands.
+  long position_of(long s, long token) const {
+    return args.context_lens[s] - args.query_starts[s + 1] + token;
+  }
+  // The first key that a query at `position` sees.
+  long first_seen(long position) const {
+    return args.window > 0 ? max_of(0, position + 1 - args.window) : 0;
+  }
 
   long query_len(long s) const { return args.query_starts[s + 1] - args.query_starts[s]; }
 
@@ -65,8 +75,9 @@ struct Attention {
     }
   }
 
-  // The same as runs of memory: the tokens of a block in one piece if the task has all heads.
-  long find_runs(const Task& task, long begin, long count, Run* runs) const {
+  // The same as runs of memory, from token `first` on: the tokens of a block in one piece if the task
+  // has all heads.
+  long find_runs(const Task& task, long begin, long count, long first, Run* runs) const {
     const T* base = kv + task.head_begin * args.head_stride;
     long row_bytes = (task.head_end - task.head_begin) * dim * (long)sizeof(T);
     bool whole = task.head_end - task.head_begin == args.num_kv_heads;
@@ -74,8 +85,8 @@ struct Attention {
     for (long tile = 0; tile < count; tile += kTile) {
       const int64_t planes[] = {0, args.value_offset};
       for (int64_t plane : planes) {
-        for_each_part(task.sequence, begin + tile, min_of(kTile, count - tile),
-                      [&](long, long part, int64_t offset) {
+        long from = max_of(begin + tile, first), to = begin + min_of(tile + kTile, count);
+        for_each_part(task.sequence, from, to - from, [&](long, long part, int64_t offset) {
           const T* start = base + offset + plane;
           if (whole) runs[n++] = {(const char*)start, part * row_bytes};
           for (long i = 0; i < part && !whole; i++) {
@@ -87,11 +98,12 @@ struct Attention {
     return n;
   }
 
-  // K of a tile, turned: panels of kPanel tokens, [panel][dim][kPanel]; zeros past `count`.
+  // K of a tile, turned: panels of kPanel tokens, [panel][depth][kPanel]; zeros past `count` and
+  // past head_dim.
   void turn_keys(const T* base, const int64_t* offsets, long count, float* keys) const {
     Vec tile[kWidth];
     for (long t = 0; t < ceil_div(count, kPanel) * kPanel; t += kWidth) {
-      float* target = keys + t / kPanel * kPanel * dim + t % kPanel;
+      float* target = keys + t / kPanel * kPanel * depth + t % kPanel;
       for (long i = 0; i < dim; i += kWidth) {
         long length = min_of(kWidth, dim - i);
         if (t + kWidth <= count && length == kWidth) {
@@ -102,8 +114,11 @@ struct Attention {
           }
         }
         transpose(tile);
-        for (long j = 0; j < length; j++) store(target + (i + j) * kPanel, tile[j]);
+        for (long j = 0; j < length; j++) {
+          store(target + Order<T>::place(i + j, dim) * kPanel, tile[j]);
+        }
       }
+      for (long i = dim; i < depth; i++) store(target + Order<T>::place(i, dim) * kPanel, zero());
     }
   }
 
@@ -122,14 +137,32 @@ struct Attention {
     return q + ((task.query_begin + r / group) * args.num_heads + head * group + r % group) * dim;
   }
 
-  // Scaled and interleaved for the panel product: [group of rows][dim][rows of the group].
+  // Scaled and interleaved for the panel product: [group of rows][depth][rows of the group].
   void gather_queries(const Task& task, long head, const RowGroups& groups, float* queries) const {
     for (long g = 0; g < groups.count; g++) {
       int count = groups.size(g);
-      float* target = queries + groups.begin(g) * dim;
+      float* target = queries + groups.begin(g) * depth;
       for (int m = 0; m < count; m++) {
         const T* row = query_row(task, head, groups.begin(g) + m);
-        for (long i = 0; i < dim; i++) target[i * count + m] = to_float(row[i]) * args.scale;
+        for (long i = 0; i < depth; i++) {
+          target[Order<T>::place(i, dim) * count + m] =
+              i < dim ? to_float(row[i]) * args.scale : 0.0f;
+        }
+      }
+    }
+  }
+
+  // The same for keys that are read where they lie: [dim / 4][rows, padded][4] for float.
+  void gather_streamed(const Task& task, long head, long rows, float* queries) const {
+    if (!Order<T>::kChained) {
+      gather_queries(task, head, RowGroups(rows), queries);
+      return;
+    }
+    long padded = padded_rows(rows);
+    for (long m = 0; m < padded; m++) {
+      const T* row = query_row(task, head, min_of(m, rows - 1));
+      for (long i = 0; i < dim; i++) {
+        queries[i / 4 * padded * 4 + m * 4 + i % 4] = m < rows ? to_float(row[i]) * args.scale : 0;
       }
     }
   }
@@ -155,31 +188,33 @@ struct Attention {
     }
   }
 
-  // Scores of a group of rows against a tile, made into weights; limits[m] is how many tokens of
-  // the tile row m may see, `seen` the largest of them.
-  void weigh_rows(int rows, const long* limits, long seen, const State& state, float* scores,
+  // Scores of a group of rows against a tile, made into weights. `all`: what any of them sees.
+  void weigh_rows(int rows, const Seen* seen, Seen all, const State& state, float* scores,
                   float* decay) const {
     for (int m = 0; m < rows; m++) {
       float* row = scores + m * kTile;
-      float top = largest_of(row, limits[m]);
+      if (args.soft_cap > 0) cap_scores(row, all, args.soft_cap);
+      float top = largest_of(row, seen[m]);
       if (top < state.largest[m]) top = state.largest[m];
       decay[m] = exp_of(state.largest[m] - top);
-      state.sum[m] = state.sum[m] * decay[m] + weigh(row, limits[m], seen, top);
+      state.sum[m] = state.sum[m] * decay[m] + weigh(row, seen[m], all, top);
       state.largest[m] = top;
     }
   }
 
-  // Fills limits for rows first.. of a task against the tile that begins at `tile`.
-  long find_limits(const Task& task, long first, int rows, long tile, long length,
-                   long* limits) const {
-    long position = args.context_lens[task.sequence] - args.query_starts[task.sequence + 1] +
-                    task.query_begin;  // of the task's first query token
-    long seen = 0;
+  // What rows first.. of a task see of the tile that begins at `tile`; returns what any of them does.
+  Seen find_seen(const Task& task, long first, int rows, long tile, long length, Seen* seen) const {
+    long position = position_of(task.sequence, task.query_begin);
+    Seen all = {length, 0};
     for (int m = 0; m < rows; m++) {
-      limits[m] = max_of(0, min_of(length, position + (first + m) / group + 1 - tile));
-      seen = max_of(seen, limits[m]);
+      long at = position + (first + m) / group;
+      Seen row = {max_of(0, first_seen(at) - tile), min_of(length, at + 1 - tile)};
+      if (row.begin >= row.end) row = {0, 0};  // nothing
+      seen[m] = row;
+      if (row.end == 0) continue;
+      all = {min_of(all.begin, row.begin), max_of(all.end, row.end)};
     }
-    return seen;
+    return all;
   }
 
   struct Workspace {
@@ -190,7 +225,7 @@ struct Attention {
 
   Workspace workspace_for(long rows, long heads) const {
     static thread_local Scratch scratch, list_scratch;
-    long sizes[] = {heads * rows * dim, kTile * dim, kTile * width,
+    long sizes[] = {heads * padded_rows(rows) * depth, kTile * depth, kTile * width,
                     heads * min_of(rows, kMaxRows) * kTile, 2 * heads * State::size(rows, width)};
     long total = 0;
     for (long& size : sizes) total += size = ceil_div(size, 16) * 16;
@@ -209,6 +244,14 @@ struct Attention {
     return w;
   }
 
+  void score_panel(int rows, const float* queries, const float* keys, float* scores) const {
+    if (Order<T>::kChained) {
+      chained_product_for(rows)(queries, keys, depth / kChains, scores, kTile);
+    } else {
+      panel_product_for<float>(rows)(queries, keys, depth, scores, kTile, false);
+    }
+  }
+
   // One split of the context for one KV head and many rows: K and V of a tile are copied once
   // into the layout that suits the products, then used by one group of rows after the other.
   void attend_split(const Task& task, long head, long begin, long count, const RowGroups& groups,
@@ -218,23 +261,23 @@ struct Attention {
     NothingAhead nothing_ahead;
     for (long tile = 0; tile < count; tile += kTile) {
       long length = min_of(kTile, count - tile);
+      // What no row sees was perhaps never written, but is masked before it is used.
       turn_keys(base, offsets, length, w.keys);
       gather_values(base, offsets + length, length, w.values);
       for (long g = 0; g < groups.count; g++) {
         int rows = groups.size(g);
         long first = groups.begin(g);
-        long limits[kMaxRows];
-        long seen = find_limits(task, first, rows, begin + tile, length, limits);
-        if (seen == 0) continue;
-        PanelProduct<float> product = panel_product_for<float>(rows);
-        for (long t = 0; t < seen; t += kPanel) {
-          product(queries + first * dim, w.keys + t * dim, dim, w.scores + t, kTile, false);
+        Seen seen[kMaxRows];
+        Seen all = find_seen(task, first, rows, begin + tile, length, seen);
+        if (all.begin >= all.end) continue;
+        for (long t = all.begin / kPanel * kPanel; t < all.end; t += kPanel) {
+          score_panel(rows, queries + first * depth, w.keys + t * depth, w.scores + t);
         }
         State part = {state.largest + first, state.sum + first, state.value + first * width};
         float decay[kMaxRows];
-        weigh_rows(rows, limits, seen, part, w.scores, decay);
-        add_all_values<float>(rows, w.scores, w.values, w.steps, seen, decay, part.value, width,
-                              nothing_ahead);
+        weigh_rows(rows, seen, all, part, w.scores, decay);
+        add_all_values<float>(rows, w.scores + all.begin, w.values, w.steps + all.begin,
+                              all.end - all.begin, decay, part.value, width, nothing_ahead);
       }
       offsets += 2 * length;
     }
@@ -243,26 +286,22 @@ struct Attention {
   // Whether K and V are read where they lie, once: few rows, and whole vectors.
   bool streams(long rows) const { return rows <= kMaxRows && width == dim; }
 
-  // Scores of the tokens from..to of a tile; writes up to a whole vector past them.
+  // Scores of the tokens from..to of a tile; some before and after them are written too.
   void score_tokens(int rows, const float* queries, const T* base, const int64_t* offsets, long from,
                     long to, float* copy, float* scores, Ahead& ahead) const {
-    constexpr int kGroups = kMaxRows >= 12 ? 2 : 1;
-    bool even = args.block_size % (kGroups * kWidth) == 0;
-    ScoreKeys<T> score_both = score_keys_for<kGroups, T>(rows), score = score_keys_for<1, T>(rows);
-    long t = from;
-    for (; even && t + kGroups * kWidth <= to; t += kGroups * kWidth) {
-      score_both(queries, base + offsets[t], args.token_stride, dim, scores + t, ahead);
-    }
-    for (; t < to; t += kWidth) {
-      if (args.block_size % kWidth == 0 && t + kWidth <= to) {
-        score(queries, base + offsets[t], args.token_stride, dim, scores + t, ahead);
+    constexpr long kCount = keys_at_once<T>();
+    bool even = args.block_size % kCount == 0;
+    for (long t = from / kCount * kCount; t < to; t += kCount) {
+      if (even && t + kCount <= to) {
+        score_keys(queries, base + offsets[t], args.token_stride, dim, rows, scores + t, ahead);
         continue;
       }
       T* keys = (T*)copy;  // rows that are not evenly spaced are put side by side first
-      for (long j = 0; j < kWidth; j++) {
-        memcpy(keys + j * dim, base + offsets[min_of(t + j, to - 1)], (size_t)dim * sizeof(T));
+      for (long j = 0; j < kCount; j++) {
+        long row = min_of(max_of(t + j, from), to - 1);
+        memcpy(keys + j * dim, base + offsets[row], (size_t)dim * sizeof(T));
       }
-      score(queries, keys, dim, dim, scores + t, ahead);
+      score_keys(queries, keys, dim, dim, rows, scores + t, ahead);
     }
   }
 
@@ -271,24 +310,27 @@ struct Attention {
                    const Workspace& w, const State* states, long step, Ahead& ahead) const {
     long heads = task.head_end - task.head_begin;
     const T* base = kv + task.head_begin * args.head_stride;
-    long limits[kMaxRows];
-    find_limits(task, 0, rows, tile, length, limits);
-    for (long from = 0; from < length; from += step) {
-      long to = min_of(from + step, length);
+    Seen seen[kMaxRows];
+    Seen all = find_seen(task, 0, rows, tile, length, seen);
+    if (all.begin >= all.end) return;
+    long query_size = padded_rows(rows) * depth;
+    for (long from = all.begin; from < all.end; from = (from / step + 1) * step) {
+      long to = min_of((from / step + 1) * step, all.end);
       for (long h = 0; h < heads; h++) {
-        score_tokens(rows, w.queries + h * rows * dim, base + h * args.head_stride, offsets, from,
+        score_tokens(rows, w.queries + h * query_size, base + h * args.head_stride, offsets, from,
                      to, w.keys, w.scores + h * rows * kTile, ahead);
       }
     }
     float decays[kMaxRows], ones[kMaxRows];
-    for (long from = 0; from < length; from += step) {
-      long to = min_of(from + step, length);
+    for (int m = 0; m < rows; m++) ones[m] = 1.0f;
+    for (long from = all.begin; from < all.end; from = (from / step + 1) * step) {
+      long to = min_of((from / step + 1) * step, all.end);
       for (long h = 0; h < heads; h++) {
         float* scores = w.scores + h * rows * kTile;
-        for (int m = 0; m < rows; m++) ones[m] = 1.0f;
-        if (from == 0) weigh_rows(rows, limits, length, states[h], scores, decays);
+        bool is_first = from == all.begin;
+        if (is_first) weigh_rows(rows, seen, all, states[h], scores, decays);
         add_all_values<T>(rows, scores + from, base + h * args.head_stride, offsets + length + from,
-                          to - from, from == 0 ? decays : ones, states[h].value, width, ahead);
+                          to - from, is_first ? decays : ones, states[h].value, width, ahead);
       }
     }
   }
@@ -302,7 +344,8 @@ struct Attention {
     long token_bytes = (task.head_end - task.head_begin) * dim * (long)sizeof(T);
     long step = kStreamTokens * token_bytes > kStreamBytes ? kStreamTokens / 2 : kStreamTokens;
     long lead = step * token_bytes + kAheadBytes;
-    Ahead ahead = Ahead::over(w.runs, find_runs(task, begin, count + more, w.runs));
+    long first = first_seen(position_of(task.sequence, task.query_begin));
+    Ahead ahead = Ahead::over(w.runs, find_runs(task, begin, count + more, first, w.runs));
     if (begin == task.split_begin * kSplit) {
       for (long i = 0; i < lead; i += 64) ahead.fetch(64);
     } else {
@@ -332,10 +375,15 @@ struct Attention {
     RowGroups groups(rows);
     Workspace w = workspace_for(rows, heads);
     // No row of the task sees anything past its last query token.
-    long context = args.context_lens[task.sequence] -
-                   (args.query_starts[task.sequence + 1] - task.query_end);
+    long context = position_of(task.sequence, task.query_end);
+    long query_size = padded_rows(rows) * depth;
     for (long h = 0; h < heads; h++) {
-      gather_queries(task, task.head_begin + h, groups, w.queries + h * rows * dim);
+      float* queries = w.queries + h * query_size;
+      if (streams(rows)) {
+        gather_streamed(task, task.head_begin + h, rows, queries);
+      } else {
+        gather_queries(task, task.head_begin + h, groups, queries);
+      }
     }
     for (long split = task.split_begin; split < task.split_end; split++) {
       long begin = split * kSplit, count = min_of(kSplit, context - begin);
@@ -348,7 +396,7 @@ struct Attention {
       } else {
         for (long h = 0; h < heads; h++) {
           attend_split(task, task.head_begin + h, begin, count, groups, w,
-                       w.queries + h * rows * dim, states[h]);
+                       w.queries + h * query_size, states[h]);
         }
       }
       for (long h = 0; h < heads && task.partial == nullptr; h++) {

@@ -73,83 +73,136 @@ struct State {
   }
 };
 
-template <int ROWS, int GROUPS, typename T>
-PF_INLINE void add_scores(const Vec quads[GROUPS][4], const float* queries,
-                          Vec sums[ROWS][GROUPS]) {
-  Vec columns[GROUPS];
+// The order in which a score's products are summed: a float head in kChains chains, of every fourth
+// element each, so that decoding needs no transposition; a bfloat16 head in one chain.
+template <typename T>
+struct Order {
+  static constexpr bool kChained = sizeof(T) == 4;
+  static long length(long dim) { return kChained ? ceil_div(dim, kChains) * kChains : dim; }
+  // Where element i stands when the chains lie one after the other.
+  static long place(long i, long dim) {
+    return kChained ? i % kChains * ceil_div(dim, kChains) + i / kChains : i;
+  }
+};
+
+constexpr int kRowsPerVec = kWidth / 4;  // query rows whose chains share a vector
+constexpr long kKeysAtOnce = 8;          // rows of K that share the loads of the queries
+
+PF_INLINE long padded_rows(long rows) { return ceil_div(rows, kRowsPerVec) * kRowsPerVec; }
+
+// scores[m][0..KEYS) of as many keys, which lie `stride` floats apart, for up to VECS * kRowsPerVec
+// rows. queries: [dim / 4][VECS * kRowsPerVec][4].
+template <int VECS, int KEYS>
+PF_INLINE void score_some_keys(const float* queries, const float* keys, long stride, long dim,
+                               int rows, float* scores, Ahead& ahead) {
+  Vec sums[VECS][KEYS];
+#pragma GCC unroll 6
+  for (int v = 0; v < VECS; v++) {
+#pragma GCC unroll 8
+    for (int t = 0; t < KEYS; t++) sums[v][t] = zero();
+  }
+  // Four rows by two strides: eight pointers would not leave a register to anything else.
+  const float* quarters[] = {keys, keys + 4 * stride};
+  long twice = 2 * stride, thrice = 3 * stride;
+  PF_OPAQUE(twice);
+  PF_OPAQUE(thrice);
+  constexpr long kStep = 16;
+  for (long i = 0; i < dim; i += kStep) {
+    ahead.fetch(KEYS * kStep * 4);
+    long left = min_of(kStep, dim - i);
 #pragma GCC unroll 4
-  for (int c = 0; c < 4; c++) {
-    if (sizeof(T) == 4) {
-      for (int g = 0; g < GROUPS; g++) columns[g] = quads[g][c];
-      multiply_add<ROWS, GROUPS>(sums, queries + c * ROWS, columns);
-    } else {
-      for (int g = 0; g < GROUPS; g++) columns[g] = even_of(quads[g][c]);
-      multiply_add<ROWS, GROUPS>(sums, queries + 2 * c * ROWS, columns);
-      for (int g = 0; g < GROUPS; g++) columns[g] = odd_of(quads[g][c]);
-      multiply_add<ROWS, GROUPS>(sums, queries + (2 * c + 1) * ROWS, columns);
+    for (long j = 0; j < kStep; j += 4) {
+      if (j >= left) break;
+      Vec q[VECS];
+#pragma GCC unroll 6
+      for (int v = 0; v < VECS; v++) q[v] = load(queries + v * kWidth);
+#pragma GCC unroll 8
+      for (int t = 0; t < KEYS; t++) {
+        long offset = t % 4 == 0 ? 0 : t % 4 == 1 ? stride : t % 4 == 2 ? twice : thrice;
+        Vec key = load_quad(quarters[t / 4] + offset + j);
+#pragma GCC unroll 6
+        for (int v = 0; v < VECS; v++) sums[v][t] = fma(q[v], key, sums[v][t]);
+      }
+      queries += VECS * kWidth;
+    }
+    quarters[0] += kStep;
+    quarters[1] += kStep;
+  }
+#pragma GCC unroll 6
+  for (int v = 0; v < VECS; v++) {
+#pragma GCC unroll 2
+    for (int t = 0; t < KEYS; t += 4) {
+      Vec chains[kChains];
+      turn_quads(sums[v] + t, chains);
+      Vec total = add(add(add(chains[0], chains[1]), chains[2]), chains[3]);
+      store_quads(scores + v * kRowsPerVec * kTile + t, kTile, total, rows - v * kRowsPerVec);
     }
   }
 }
 
-// scores[m][0..GROUPS * kWidth) of as many keys, which lie `stride` elements apart; the order of the
-// sums is that of panel_product. queries: [dim][ROWS]; dim in whole quads of 32-bit words.
-template <int ROWS, int GROUPS, typename T>
-static void score_keys(const float* queries, const T* keys, long stride, long dim, float* scores,
-                       Ahead& shared_ahead) {
+template <int VECS>
+static void score_keys_of(const float* queries, const float* keys, long stride, long dim, int rows,
+                          float* scores, Ahead& shared_ahead) {
+  // As many sums as the registers hold.
+  constexpr int kKeys = VECS * kKeysAtOnce <= 2 * kMaxRows ? kKeysAtOnce : 4;
   Ahead ahead = shared_ahead;
-  const float* words = (const float*)keys;
-  long per_word = 4 / (long)sizeof(T);
-  Vec sums[ROWS][GROUPS];
-#pragma GCC unroll 12
-  for (int m = 0; m < ROWS; m++) {
-#pragma GCC unroll 2
-    for (int g = 0; g < GROUPS; g++) sums[m][g] = zero();
+  for (long t = 0; t < kKeysAtOnce; t += kKeys) {
+    score_some_keys<VECS, kKeys>(queries, keys + t * stride, stride, dim, rows, scores + t, ahead);
   }
-  long i = 0;
-  if (GROUPS == 1 && kWidth == 16) {
-    for (; i + kWidth <= dim / per_word; i += kWidth) {
-      Vec tile[kWidth];
-#pragma GCC unroll 16
-      for (int j = 0; j < kWidth; j++) tile[j] = load(words + j * (stride / per_word) + i);
-      transpose(tile);
-#pragma GCC unroll 4
-      for (int j = 0; j < kWidth; j += 4) {
-        ahead.fetch(4 * 64);
-        Vec quads[GROUPS][4] = {{tile[j], tile[j + 1], tile[j + 2], tile[j + 3]}};
-        add_scores<ROWS, GROUPS, T>(quads, queries + (i + j) * per_word * ROWS, sums);
-      }
-    }
-  }
-  for (; i < dim / per_word; i += 4) {
-    ahead.fetch(GROUPS * kWidth * 16);
-    Vec quads[GROUPS][4];
-#pragma GCC unroll 2
-    for (int g = 0; g < GROUPS; g++) {
-      load_turned(words + g * kWidth * (stride / per_word) + i, stride / per_word, quads[g]);
-    }
-    add_scores<ROWS, GROUPS, T>(quads, queries + i * per_word * ROWS, sums);
-  }
-  store_sums<ROWS, GROUPS>(sums, scores, kTile);
   shared_ahead = ahead;
 }
 
-template <typename T>
-using ScoreKeys = void (*)(const float*, const T*, long, long, float*, Ahead&);
+PF_INLINE void score_keys(const float* queries, const float* keys, long stride, long dim, int rows,
+                          float* scores, Ahead& ahead) {
+  using ScoreKeys = void (*)(const float*, const float*, long, long, int, float*, Ahead&);
+  static const ScoreKeys kernels[] = {score_keys_of<1>, score_keys_of<2>, score_keys_of<3>};
+  kernels[(rows - 1) / kRowsPerVec](queries, keys, stride, dim, rows, scores, ahead);
+}
 
-template <int GROUPS, typename T>
-static ScoreKeys<T> score_keys_for(int rows) {
-  static const ScoreKeys<T> kernels[] = {
-      score_keys<1, GROUPS, T>,  score_keys<2, GROUPS, T>,  score_keys<3, GROUPS, T>,
-      score_keys<4, GROUPS, T>,
+// The same for bfloat16: scores[m][0..kWidth), turned as they are read. queries: [dim][ROWS]; dim in
+// whole quads of 32-bit words, which hold two elements.
+template <int ROWS>
+static void score_keys_of(const float* queries, const bf16* keys, long stride, long dim,
+                          float* scores, Ahead& shared_ahead) {
+  Ahead ahead = shared_ahead;
+  const float* words = (const float*)keys;
+  Vec sums[ROWS][1];
+#pragma GCC unroll 12
+  for (int m = 0; m < ROWS; m++) sums[m][0] = zero();
+  for (long i = 0; i < dim / 2; i += 4) {
+    ahead.fetch(kWidth * 16);
+    Vec quad[4];
+    load_turned(words + i, stride / 2, quad);
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+      Vec even[1] = {even_of(quad[c])}, odd[1] = {odd_of(quad[c])};
+      multiply_add<ROWS, 1>(sums, queries + 2 * (i + c) * ROWS, even);
+      multiply_add<ROWS, 1>(sums, queries + (2 * (i + c) + 1) * ROWS, odd);
+    }
+  }
+  store_sums<ROWS, 1>(sums, scores, kTile);
+  shared_ahead = ahead;
+}
+
+PF_INLINE void score_keys(const float* queries, const bf16* keys, long stride, long dim, int rows,
+                          float* scores, Ahead& ahead) {
+  using ScoreKeys = void (*)(const float*, const bf16*, long, long, float*, Ahead&);
+  static const ScoreKeys kernels[] = {
+      score_keys_of<1>,  score_keys_of<2>,  score_keys_of<3>,  score_keys_of<4>,
 #if defined(__AVX2__)
-      score_keys<5, GROUPS, T>,  score_keys<6, GROUPS, T>,
+      score_keys_of<5>,  score_keys_of<6>,
 #endif
 #if defined(__AVX512F__)
-      score_keys<7, GROUPS, T>,  score_keys<8, GROUPS, T>,  score_keys<9, GROUPS, T>,
-      score_keys<10, GROUPS, T>, score_keys<11, GROUPS, T>, score_keys<12, GROUPS, T>,
+      score_keys_of<7>,  score_keys_of<8>,  score_keys_of<9>,
+      score_keys_of<10>, score_keys_of<11>, score_keys_of<12>,
 #endif
   };
-  return kernels[rows - 1];
+  kernels[rows - 1](queries, keys, stride, dim, scores, ahead);
+}
+
+template <typename T>
+constexpr long keys_at_once() {
+  return sizeof(T) == 4 ? kKeysAtOnce : kWidth;
 }
 
 // value[m][0..VECS vectors) = value * decay[m] + sum over t of weights[m][t] * rows(t).
@@ -217,31 +270,48 @@ static void add_all_values(int rows, const float* weights, const T* base, const 
   }
 }
 
-// scores[0..count) → exp(score - top) in place, zeros up to `padded`; returns their sum.
-static float weigh(float* scores, long count, long padded, float top) {
+// Which tokens of a tile a row sees.
+struct Seen {
+  long begin, end;
+};
+
+PF_INLINE Vec keep_range(Vec a, long begin, long end, Vec fill) {
+  if (end < kWidth) a = keep_first(a, max_of(end, 0), fill);
+  return begin > 0 ? keep_first(fill, min_of(begin, kWidth), a) : a;
+}
+
+// Within `all`: scores → exp(score - top) in place where seen, 0 elsewhere; returns their sum. Lanes
+// are summed by their place in the tile, so the sum does not depend on `all`.
+static float weigh(float* scores, Seen seen, Seen all, float top) {
   Vec total = zero(), offset = splat(top);
-  long i = 0;
-  for (; i + kWidth <= count; i += kWidth) {
+  for (long i = all.begin / kWidth * kWidth; i < all.end; i += kWidth) {
     Vec e = exp_of(sub(load(scores + i), offset));
+    if (i < seen.begin || i + kWidth > seen.end) {
+      e = keep_range(e, seen.begin - i, seen.end - i, zero());
+    }
     store(scores + i, e);
     total = add(total, e);
   }
-  if (i < count) {
-    Vec e = keep_first(exp_of(sub(load(scores + i), offset)), count - i, zero());
-    store(scores + i, e);
-    total = add(total, e);
-    i += kWidth;
-  }
-  for (; i < padded; i += kWidth) store(scores + i, zero());
   return sum_of(total);
 }
 
-static float largest_of(const float* scores, long count) {
+static float largest_of(const float* scores, Seen seen) {
   Vec top = splat(kLowest);
-  long i = 0;
-  for (; i + kWidth <= count; i += kWidth) top = larger(top, load(scores + i));
-  if (i < count) top = larger(top, keep_first(load(scores + i), count - i, splat(kLowest)));
+  for (long i = seen.begin / kWidth * kWidth; i < seen.end; i += kWidth) {
+    Vec value = load(scores + i);
+    if (i < seen.begin || i + kWidth > seen.end) {
+      value = keep_range(value, seen.begin - i, seen.end - i, splat(kLowest));
+    }
+    top = larger(top, value);
+  }
   return max_of(top);
+}
+
+// cap * tanh(score / cap), in place.
+static void cap_scores(float* scores, Seen seen, float cap) {
+  for (long i = seen.begin / kWidth * kWidth; i < seen.end; i += kWidth) {
+    store(scores + i, mul(tanh_of(mul(load(scores + i), splat(1.0f / cap))), splat(cap)));
+  }
 }
 
 }  // namespace PF_ISA

@@ -77,27 +77,51 @@ static void rms_norm(const void* x, const void* weight, void* out, int64_t rows,
   add_rms_norm(x, nullptr, weight, out, rows, hidden, eps, dtype, threads);
 }
 
-template <typename T>
-static void silu_rows(const T* gate_up, T* out, long rows, long ffn, int threads) {
+struct Silu {
+  static PF_INLINE_MEMBER Vec of(Vec x) {
+    return divide(x, add(splat(1.0f), exp_of(sub(zero(), x))));
+  }
+};
+
+// x / 2 * (1 + tanh(u)) with u = sqrt(2 / pi) * (x + 0.044715 x^3), which is x * sigmoid(2 u).
+struct GeluTanh {
+  static PF_INLINE_MEMBER Vec of(Vec x) {
+    Vec bent = fma(mul(mul(x, x), x), splat(0.044715f), x);
+    return divide(x, add(splat(1.0f), exp_of(mul(bent, splat(-1.5957691216057308f)))));
+  }
+};
+
+template <typename Activation, typename T>
+static void gated_rows(const T* gate_up, T* out, long rows, long ffn, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) \
     if (threads > 1 && rows > 1 && rows * ffn > kSerialElements)
   for (long r = 0; r < rows; r++) {
     const T* gate = gate_up + r * 2 * ffn;
     for (long i = 0; i < ffn; i += kWidth) {
       Vec g = load_up_to(gate + i, ffn - i), u = load_up_to(gate + ffn + i, ffn - i);
-      Vec silu = divide(g, add(splat(1.0f), exp_of(sub(zero(), g))));
-      store_up_to(out + r * ffn + i, mul(silu, u), ffn - i);
+      store_up_to(out + r * ffn + i, mul(Activation::of(g), u), ffn - i);
     }
+  }
+}
+
+template <typename Activation>
+static void gated(const void* gate_up, void* out, int64_t rows, int64_t ffn, int32_t dtype,
+                  int32_t threads) {
+  if (dtype == kFloat32) {
+    gated_rows<Activation>((const float*)gate_up, (float*)out, rows, ffn, threads);
+  } else {
+    gated_rows<Activation>((const bf16*)gate_up, (bf16*)out, rows, ffn, threads);
   }
 }
 
 static void silu_and_mul(const void* gate_up, void* out, int64_t rows, int64_t ffn, int32_t dtype,
                          int32_t threads) {
-  if (dtype == kFloat32) {
-    silu_rows((const float*)gate_up, (float*)out, rows, ffn, threads);
-  } else {
-    silu_rows((const bf16*)gate_up, (bf16*)out, rows, ffn, threads);
-  }
+  gated<Silu>(gate_up, out, rows, ffn, dtype, threads);
+}
+
+static void gelu_tanh_and_mul(const void* gate_up, void* out, int64_t rows, int64_t ffn,
+                              int32_t dtype, int32_t threads) {
+  gated<GeluTanh>(gate_up, out, rows, ffn, dtype, threads);
 }
 
 static float sum(const float* x, int64_t count) {

@@ -9,7 +9,8 @@ namespace PF_ISA {
 
 extern const KernelTable kernel_table = {
     packed_bytes,   pack_linear, unpack_rows,  linear,       attention,
-    rope_and_cache, rms_norm,    add_rms_norm, silu_and_mul, sum,
+    rope_and_cache, rms_norm,    add_rms_norm, silu_and_mul, gelu_tanh_and_mul,
+    sum,
 };
 
 }  // namespace PF_ISA

@@ -36,7 +36,9 @@ struct AttentionArgs {
   const int32_t* block_tables;  // [sequences, table_stride]
   int64_t table_stride, block_stride, value_offset, token_stride, head_stride;
   int64_t num_sequences, num_heads, num_kv_heads, head_dim, block_size;
+  int64_t window;   // how many keys a query sees, its own included; 0 = all before it
   float scale;
+  float soft_cap;   // scores become soft_cap * tanh(score / soft_cap); 0 = they stay
   int32_t dtype, threads;
 };
 
@@ -67,6 +69,8 @@ struct KernelTable {
                        int64_t hidden, float eps, int32_t dtype, int32_t threads);
   void (*silu_and_mul)(const void* gate_up, void* out, int64_t rows, int64_t ffn, int32_t dtype,
                        int32_t threads);
+  void (*gelu_tanh_and_mul)(const void* gate_up, void* out, int64_t rows, int64_t ffn,
+                            int32_t dtype, int32_t threads);
   float (*sum)(const float* x, int64_t count);
 };
 

@@ -15,6 +15,8 @@
 
 #define PF_INLINE static inline __attribute__((always_inline))
 #define PF_INLINE_MEMBER inline __attribute__((always_inline))
+// Keeps the compiler from computing a value anew wherever it is used.
+#define PF_OPAQUE(value) asm("" : "+r"(value))
 
 namespace pagefleet {
 namespace PF_ISA {
@@ -169,6 +171,32 @@ PF_INLINE void load_turned(const float* rows, long stride, Vec quad[4]) {
   quad[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(high0, high1));
 }
 
+// Four floats, in every group of four lanes.
+PF_INLINE Vec load_quad(const float* p) { return _mm512_broadcast_f32x4(_mm_loadu_ps(p)); }
+// Turns each group of four lanes of four vectors: lane g * 4 + j of out[c] = lane g * 4 + c of r[j].
+PF_INLINE void turn_quads(const Vec r[4], Vec out[4]) {
+  __m512d low0 = _mm512_castps_pd(_mm512_unpacklo_ps(r[0], r[1]));
+  __m512d high0 = _mm512_castps_pd(_mm512_unpackhi_ps(r[0], r[1]));
+  __m512d low1 = _mm512_castps_pd(_mm512_unpacklo_ps(r[2], r[3]));
+  __m512d high1 = _mm512_castps_pd(_mm512_unpackhi_ps(r[2], r[3]));
+  out[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(low0, low1));
+  out[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low0, low1));
+  out[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(high0, high1));
+  out[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(high0, high1));
+}
+// The first n groups of four lanes, `stride` floats apart.
+PF_INLINE void store_quads(float* p, long stride, Vec a, long n) {
+  _mm_storeu_ps(p, _mm512_castps512_ps128(a));
+  if (n > 1) _mm_storeu_ps(p + stride, _mm512_extractf32x4_ps(a, 1));
+  if (n > 2) _mm_storeu_ps(p + 2 * stride, _mm512_extractf32x4_ps(a, 2));
+  if (n > 3) _mm_storeu_ps(p + 3 * stride, _mm512_extractf32x4_ps(a, 3));
+}
+// Lanes of `a` where |x| < limit, else of `b`.
+PF_INLINE Vec where_small(Vec x, float limit, Vec a, Vec b) {
+  return _mm512_mask_blend_ps(
+      _mm512_cmp_ps_mask(_mm512_abs_ps(x), _mm512_set1_ps(limit), _CMP_LT_OQ), b, a);
+}
+
 // A lane holds two bfloat16: the lower half is the even element, the upper half the odd one.
 PF_INLINE Vec even_of(Vec pairs) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs), 16));
@@ -293,6 +321,26 @@ PF_INLINE void load_turned(const float* rows, long stride, Vec quad[4]) {
   quad[3] = _mm256_castpd_ps(_mm256_unpackhi_pd(high0, high1));
 }
 
+PF_INLINE Vec load_quad(const float* p) { return _mm256_broadcast_ps((const __m128*)p); }
+PF_INLINE void turn_quads(const Vec r[4], Vec out[4]) {
+  __m256d low0 = _mm256_castps_pd(_mm256_unpacklo_ps(r[0], r[1]));
+  __m256d high0 = _mm256_castps_pd(_mm256_unpackhi_ps(r[0], r[1]));
+  __m256d low1 = _mm256_castps_pd(_mm256_unpacklo_ps(r[2], r[3]));
+  __m256d high1 = _mm256_castps_pd(_mm256_unpackhi_ps(r[2], r[3]));
+  out[0] = _mm256_castpd_ps(_mm256_unpacklo_pd(low0, low1));
+  out[1] = _mm256_castpd_ps(_mm256_unpackhi_pd(low0, low1));
+  out[2] = _mm256_castpd_ps(_mm256_unpacklo_pd(high0, high1));
+  out[3] = _mm256_castpd_ps(_mm256_unpackhi_pd(high0, high1));
+}
+PF_INLINE void store_quads(float* p, long stride, Vec a, long n) {
+  _mm_storeu_ps(p, _mm256_castps256_ps128(a));
+  if (n > 1) _mm_storeu_ps(p + stride, _mm256_extractf128_ps(a, 1));
+}
+PF_INLINE Vec where_small(Vec x, float limit, Vec a, Vec b) {
+  Vec size = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x);
+  return _mm256_blendv_ps(b, a, _mm256_cmp_ps(size, _mm256_set1_ps(limit), _CMP_LT_OQ));
+}
+
 PF_INLINE Vec even_of(Vec pairs) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pairs), 16));
 }
@@ -376,6 +424,22 @@ PF_INLINE void load_turned(const float* rows, long stride, Vec quad[4]) {
   }
 }
 
+PF_INLINE Vec load_quad(const float* p) {
+  return Vec{p[0], p[1], p[2], p[3], p[0], p[1], p[2], p[3]};
+}
+PF_INLINE void turn_quads(const Vec r[4], Vec out[4]) {
+  for (int c = 0; c < 4; c++) {
+    for (int i = 0; i < kWidth; i++) out[c][i] = r[i % 4][i / 4 * 4 + c];
+  }
+}
+PF_INLINE void store_quads(float* p, long stride, Vec a, long n) {
+  for (long i = 0; i < min_of(n, kWidth / 4) * 4; i++) p[i / 4 * stride + i % 4] = a[i];
+}
+PF_INLINE Vec where_small(Vec x, float limit, Vec a, Vec b) {
+  for (int i = 0; i < kWidth; i++) a[i] = x[i] < limit && x[i] > -limit ? a[i] : b[i];
+  return a;
+}
+
 PF_INLINE Vec even_of(Vec pairs) {
   for (int i = 0; i < kWidth; i++) pairs[i] = bits_to_float(float_to_bits(pairs[i]) << 16);
   return pairs;
@@ -408,6 +472,19 @@ PF_INLINE float exp_of(float x) {
   float lanes[kWidth];
   store(lanes, exp_of(splat(x)));
   return lanes[0];
+}
+
+// Near 0 by a polynomial (Cephes), since 1 less almost 1 loses digits.
+PF_INLINE Vec tanh_of(Vec x) {
+  Vec square = mul(x, x);
+  Vec p = splat(-5.70498872745e-3f);
+  p = fma(p, square, splat(2.06390887954e-2f));
+  p = fma(p, square, splat(-5.37397155531e-2f));
+  p = fma(p, square, splat(1.33314422036e-1f));
+  p = fma(p, square, splat(-3.33332819422e-1f));
+  Vec near = fma(mul(p, square), x, x);
+  Vec far = sub(splat(1.0f), divide(splat(2.0f), add(exp_of(add(x, x)), splat(1.0f))));
+  return where_small(x, 0.625f, near, far);
 }
 
 // A buffer of the calling thread that grows and is kept: no allocation per call.

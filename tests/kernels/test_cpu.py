@@ -102,6 +102,45 @@ def test_attention_equals_its_twin_and_ignores_unused_slots(
     assert_near(out, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_heads", "kv_heads", "head_dim", "block_size"),
+    [(8, 2, 64, 16), (9, 3, 20, 16), (4, 4, 80, 7)],
+)
+@pytest.mark.parametrize(
+    ("window", "soft_cap"), [(1, None), (40, 5.0), (600, None), (5000, None), (None, 30.0)]
+)
+def test_attention_with_a_window_or_a_cap_equals_its_twin(
+    backend: CpuBackend,
+    num_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    window: int | None,
+    soft_cap: float | None,
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(15)
+    context_lens, query_lens = [1, 700, 129, 513], [1, 1, 97, 3]
+    metadata = make_metadata(block_size, context_lens, query_lens)
+    layer = make_cache(metadata, block_size, kv_heads, head_dim, dtype)
+    q = torch.randn(sum(query_lens), num_heads, head_dim).to(dtype)
+    twin = ReferenceBackend(deterministic=True)
+    expected = twin.attention(q, layer, metadata, 0.3, window, soft_cap)
+    if window is not None:  # what no query sees may hold anything
+        hide_unseen(layer, metadata, block_size, window)
+    assert_near(backend.attention(q, layer, metadata, 0.3, window, soft_cap), expected)
+
+
+def hide_unseen(layer: Tensor, metadata: AttentionMetadata, block_size: int, window: int) -> None:
+    """NaN where no query of a sequence looks any more."""
+    query_lens = metadata.query_starts.diff()
+    for row, first in enumerate((metadata.context_lens - query_lens - window + 1).tolist()):
+        at = torch.arange(max(0, first))
+        blocks = metadata.block_tables[row, at // block_size].long()
+        layer[blocks, :, at % block_size] = float("nan")
+
+
 def test_attention_of_long_contexts_and_chunks(backend: CpuBackend) -> None:
     torch.manual_seed(2)
     metadata = make_metadata(16, [3000, 1100, 900], [1, 5, 600])
@@ -134,15 +173,16 @@ def test_attention_reads_a_cache_with_swapped_inner_axes(backend: CpuBackend) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (301, None), (70, 20.0)])
 def test_attention_is_bitwise_equal_in_any_chunk_batch_and_number_of_threads(
-    backend: CpuBackend, dtype: torch.dtype
+    backend: CpuBackend, dtype: torch.dtype, window: int | None, soft_cap: float | None
 ) -> None:
     torch.manual_seed(5)
     length = 1300
     whole = make_metadata(16, [length], [length])
     layer = make_cache(whole, 16, 3, 64, dtype)
     q = torch.randn(length, 9, 64).to(dtype)
-    expected = backend.attention(q, layer, whole, 0.125)
+    expected = backend.attention(q, layer, whole, 0.125, window, soft_cap)
     single = CpuBackend(num_threads=1)
     for begin, end in [(0, 1), (0, 7), (7, 300), (300, 301), (511, 514), (1299, 1300), (100, 1300)]:
         for batch in (1, 3):
@@ -158,7 +198,7 @@ def test_attention_is_bitwise_equal_in_any_chunk_batch_and_number_of_threads(
             )
             part = q[begin:end].repeat(batch, 1, 1)
             for kernels in (backend, single):
-                out = kernels.attention(part, layer, chunk, 0.125)
+                out = kernels.attention(part, layer, chunk, 0.125, window, soft_cap)
                 assert torch.equal(out[-(end - begin) :], expected[begin:end]), (begin, end, batch)
 
 
@@ -214,13 +254,16 @@ def test_norms_equal_their_twins(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "ffn"), [(0, 8), (1, 172), (5, 3), (64, 1536)])
-def test_silu_and_mul_equals_its_twin(
+def test_gated_activations_equal_their_twins(
     backend: CpuBackend, rows: int, ffn: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(8)
     gate_up = (torch.randn(rows, 2 * ffn) * 20).to(dtype)
     gate_up[:, 0] = -200.0  # exp overflows unless it is bounded
-    assert_near(backend.silu_and_mul(gate_up), ReferenceBackend().silu_and_mul(gate_up))
+    twin = ReferenceBackend()
+    assert_near(backend.silu_and_mul(gate_up), twin.silu_and_mul(gate_up))
+    assert_near(backend.gelu_tanh_and_mul(gate_up), twin.gelu_tanh_and_mul(gate_up))
+    assert_near(backend.gelu_tanh_and_mul(gate_up / 20), twin.gelu_tanh_and_mul(gate_up / 20))
 
 
 @pytest.mark.parametrize("x_dtype", DTYPES)
