@@ -26,6 +26,7 @@ from .routing_policy import RoutedRequest
 
 Releases = Callable[[int], list[tuple[float, int]]]
 Some = slice | IntArray  # which rows or slots
+_EVERY = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,18 @@ class Hold:
     row: int
     slot: int
     fits_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Contenders:
+    """Requests to weigh: one a row [num_rows, 1], hits [num_rows, num_slots]; or one alone, as
+    scalars, its hits [num_slots]. hits: tokens on the device. durations: seconds."""
+
+    tokens: FloatArray | float
+    needs: IntArray | int
+    durations: FloatArray | float
+    hits: FloatArray
+    host_hits: FloatArray | None
 
 
 @dataclass(slots=True)
@@ -126,6 +139,18 @@ class LateBinding:
         idle &= replicas.open[:count]
         idle &= replicas.active[:count] < replicas.max_active[:count]
         return idle
+
+    def choose_newcomer(
+        self, newcomer: Contenders, candidates: BoolArray, replicas: ReplicaColumns, now: float
+    ) -> int | None:
+        """The slot to bind one request to now if nobody else waits. candidates: where it fits."""
+        startable = self.can_start(replicas, now) & candidates
+        if not startable.any():
+            return None
+        costs = self._costs_s(newcomer, replicas, _EVERY, now)
+        costs[~startable] = np.inf
+        best = int(costs.argmin())
+        return None if costs[best] == np.inf else best
 
     def choose(
         self, queue: FairQueue, replicas: ReplicaColumns, now: float, releases: Releases
@@ -190,36 +215,41 @@ class LateBinding:
             fits[:, slots == hold.slot] &= (now + queue.durations[rows] <= hold.fits_at)[:, None]
         if not fits.any():
             return None
-        costs = self._pair_costs_s(queue, replicas, some_rows, some_slots, now)
+        contenders = Contenders(
+            queue.tokens[some_rows, None],
+            queue.needs[some_rows, None],
+            queue.durations[some_rows, None],
+            queue.hits[some_rows, : replicas.num_slots],
+            queue.host_hits[some_rows, : replicas.num_slots] if queue.has_host_hits else None,
+        )
+        costs = self._costs_s(contenders, replicas, some_slots, now)
+        costs -= self.config.age_weight * self._head_start(now - queue.since[some_rows, None])
         costs[~fits] = np.inf
         best = int(costs.argmin())
         if costs.flat[best] == np.inf:
             return None
         return int(rows[best // len(slots)]), int(slots[best % len(slots)])
 
-    def _pair_costs_s(
-        self, queue: FairQueue, replicas: ReplicaColumns, rows: Some, slots: Some, now: float
+    def _costs_s(
+        self, contenders: Contenders, replicas: ReplicaColumns, slots: Some, now: float
     ) -> FloatArray:
-        """Seconds per (row, slot); inf where a busy replica would be better."""
+        """Seconds per request and slot of `slots`; inf where a busy replica would be better."""
         config, count = self.config, replicas.num_slots
+        tokens, hits = contenders.tokens, contenders.hits
         token_s = replicas.token_s[:count]
-        tokens = queue.tokens[rows, None]
-        hits = queue.hits[rows, :count]
         full = replicas.fullness[:count]
-        costs = np.minimum((tokens - hits[:, slots]) * token_s[slots], config.size_cap_s)
+        costs = np.minimum((tokens - hits[..., slots]) * token_s[slots], config.size_cap_s)
         costs += config.crowding_s * full[slots]
-        costs -= config.age_weight * self._head_start(now - queue.since[rows, None])
-        if queue.has_host_hits:
-            on_host = np.minimum(queue.host_hits[rows, :count], tokens - 1.0 - hits)
+        if contenders.host_hits is not None:
+            on_host = np.minimum(contenders.host_hits, tokens - 1.0 - hits)
             hits = hits + on_host
-            saved_s = replicas.load_token_s[slots] - token_s[slots]
-            costs += on_host[:, slots] * saved_s
-        best_hits = (hits * replicas.open[:count]).max(axis=1, keepdims=True)
-        costs += config.duplicate_weight * (best_hits - hits[:, slots]) * token_s[slots]
+            costs += on_host[..., slots] * (replicas.load_token_s[:count] - token_s)[slots]
+        best_hits = np.maximum.reduce(hits * replicas.open[:count], axis=-1, keepdims=True)
+        costs += config.duplicate_weight * (best_hits - hits[..., slots]) * token_s[slots]
         scarce = full[slots] - config.scarcity_from
-        if scarce.max() > 0.0:
-            costs += self._scarcity_s(queue, replicas, rows, slots, scarce)
-        later = self._better_later(replicas, tokens, hits, slots, full, now)
+        if np.maximum.reduce(scarce) > 0.0:
+            costs += self._scarcity_s(contenders, replicas.total[:count][slots], scarce)
+        later = self._better_later(replicas, tokens, hits, slots, now)
         if later is not None:
             costs[later] = np.inf
         return costs
@@ -229,26 +259,20 @@ class LateBinding:
         return np.maximum(waited, 0.0) ** self.config.age_power + np.minimum(waited, 0.0)
 
     def _scarcity_s(
-        self,
-        queue: FairQueue,
-        replicas: ReplicaColumns,
-        rows: Some,
-        slots: Some,
-        above: FloatArray,
+        self, contenders: Contenders, totals: IntArray, above: FloatArray
     ) -> FloatArray:
         """What the request's share of the pool's time costs; above: fullness beyond the start."""
         config = self.config
         weight = config.scarcity_weight / (1.0 - config.scarcity_from)
-        share = queue.needs[rows, None] / np.maximum(replicas.total[slots], 1)
-        return weight * np.maximum(above, 0.0) * share * queue.durations[rows, None]
+        share = contenders.needs / np.maximum(totals, 1)
+        return weight * np.maximum(above, 0.0) * share * contenders.durations
 
     def _better_later(
         self,
         replicas: ReplicaColumns,
-        tokens: FloatArray,
+        tokens: FloatArray | float,
         hits: FloatArray,
         slots: Some,
-        full: FloatArray,
         now: float,
     ) -> BoolArray | None:
         """Which pairs a replica that is busy now would still beat, its hits counted over."""
@@ -258,10 +282,11 @@ class LateBinding:
         busy = is_busy.nonzero()[0]
         if len(busy) == 0:
             return None
-        affinity = config.affinity_weight + config.affinity_full_weight * full[is_open].mean()
+        full = replicas.fullness[:count][is_open].mean()
+        affinity = config.affinity_weight + config.affinity_full_weight * full
         weighted = (tokens - affinity * hits) * replicas.token_s[:count]
-        done = weighted[:, busy] + (replicas.work_end[busy] - now)
-        return done.min(axis=1, keepdims=True) < weighted[:, slots]
+        done = weighted[..., busy] + (replicas.work_end[busy] - now)
+        return np.minimum.reduce(done, axis=-1, keepdims=True) < weighted[..., slots]
 
 
 def _narrow(indices: IntArray) -> Some:

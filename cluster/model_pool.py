@@ -25,10 +25,10 @@ from ..protos.messages import (
 from .admission import AdmissionConfig, AppointmentBook, Need, compute_need, least_blocks
 from .fair_queue import FairQueue, WaitingRequest
 from .forecast import OutputLengths
-from .late_binding import LateBinding
+from .late_binding import Contenders, LateBinding
 from .lease_table import LeaseRecord
 from .replica_pool import ReplicaPool
-from .replica_view import ReplicaView
+from .replica_view import FloatArray, IntArray, ReplicaView
 from .routing_policy import RoutedRequest, RoutingPolicy, cheapest
 
 _PRIORITY_S = 10.0  # one level of priority is worth so many seconds of waiting
@@ -124,11 +124,12 @@ class ModelPool:
             self.stats.refused += 1
             return refusal
         need = self.need_of(request)
+        grant = None
         if not self.policy.late_binding:
             grant = self._bind_on_arrival(request, need, now)
-            if grant is not None:
-                return grant
-        return self._admit(request, need, now)
+        elif not len(self.queue):
+            grant = self._start_at_once(request, need, now)
+        return grant or self._admit(request, need, now)
 
     def take_over(self, waiting: WaitingRequest, now: float) -> WaitingRequest | Refused:
         """Queue a request that waits in another pool, as if it had come here first."""
@@ -368,6 +369,33 @@ class ModelPool:
         hit = float(routed.hit_tokens()[slot])
         return self._grant(request, need, slot, hit, now)
 
+    def _start_at_once(self, request: ReserveRequest, need: Need, now: float) -> Grant | None:
+        """What `_admit` and `pump` would come to where nobody else waits, at less cost."""
+        assert isinstance(self.policy, LateBinding), f"{self.policy.name} does not bind late"
+        hits, host_hits, shared = self._match(request)
+        columns = self.pool.columns
+        candidates = need.num_blocks - shared <= columns.available[: columns.num_slots]
+        for replica_id in self._excluded(request):
+            candidates[self.pool.replicas[replica_id].slot] = False
+        newcomer = Contenders(
+            float(request.num_tokens),
+            need.num_blocks,
+            self._duration_s(request, need),
+            hits,
+            host_hits,
+        )
+        slot = self.policy.choose_newcomer(newcomer, candidates, columns, now)
+        if slot is None:
+            return None
+        since = now
+        appointment = self.book.find(request.retry_token, now)
+        if appointment is not None:
+            since = appointment.refused_at
+            self.book.keep(request.retry_token)
+        self.queue.learn_wait(now - since)
+        hit = float(hits[slot]) + (0.0 if host_hits is None else float(host_hits[slot]))
+        return self._grant(request, need.without(int(shared[slot])), slot, hit, now)
+
     def _admit(
         self, request: ReserveRequest, need: Need, now: float, since: float | None = None
     ) -> WaitingRequest:
@@ -399,14 +427,16 @@ class ModelPool:
 
     def _excluded_mask(self, request: ReserveRequest) -> int:
         mask = 0
+        for replica_id in self._excluded(request):
+            mask |= 1 << self.pool.replicas[replica_id].slot
+        return mask
+
+    def _excluded(self, request: ReserveRequest) -> list[str]:
+        """The replicas that it must not go to: rather one that failed than none."""
         if not request.excluded:
-            return mask
-        for replica_id in request.excluded:
-            view = self.pool.replicas.get(replica_id)
-            if view is not None:
-                mask |= 1 << view.slot
-        everyone = sum(1 << slot for slot in self.pool.by_slot)
-        return 0 if mask == everyone else mask  # rather one that failed than none
+            return []
+        known = [name for name in set(request.excluded) if name in self.pool.replicas]
+        return known if len(known) < len(self.pool.replicas) else []
 
     def releases(self, slot: int) -> list[tuple[float, int]]:
         """When which blocks of a replica are expected back."""
@@ -490,17 +520,23 @@ class ModelPool:
         self._unwatched.clear()
 
     def _set_hits(self, row: int, request: ReserveRequest) -> None:
-        device, host = self.pool.match(request.route_hashes)
-        # the last prompt token is always computed
-        self.queue.hits[row, : len(device)] = np.minimum(device, request.num_tokens - 1.0)
-        # A guarantee holds whatever becomes of those who share the prompt now.
-        self.queue.shared[row] = 0
-        if request.admission_class is not AdmissionClass.GUARANTEED and device.any():
-            self.queue.shared[row, : len(device)] = self.pool.shared_blocks(request.route_hashes)
-        if host is not None:
+        hits, host_hits, shared = self._match(request)
+        self.queue.hits[row, : len(hits)] = hits
+        self.queue.shared[row, : len(hits)] = shared
+        if host_hits is not None:
             self.queue.has_host_hits = True
         if self.queue.has_host_hits:
-            self.queue.host_hits[row, : len(device)] = 0.0 if host is None else host
+            self.queue.host_hits[row, : len(hits)] = 0.0 if host_hits is None else host_hits
+
+    def _match(self, request: ReserveRequest) -> tuple[FloatArray, FloatArray | None, IntArray]:
+        """By slot: tokens that need no computing, those on the host tier, and blocks in use there
+        that it would share."""
+        device, host = self.pool.match(request.route_hashes)
+        hits = np.minimum(device, request.num_tokens - 1.0)  # the last token is always computed
+        # A guarantee holds whatever becomes of those who share the prompt now.
+        if request.admission_class is AdmissionClass.GUARANTEED or not device.any():
+            return hits, host, np.zeros(len(hits), dtype=np.int64)
+        return hits, host, self.pool.shared_blocks(request.route_hashes)
 
 
 def _refused(

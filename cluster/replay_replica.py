@@ -13,7 +13,6 @@ import numpy as np
 
 from ..protos.messages import (
     BlockCounts,
-    CacheIdentity,
     Lease,
     LeaseUse,
     ReplicaInfo,
@@ -73,17 +72,13 @@ class SimulatedRequest:
         return self.trace.num_prompt_tokens
 
 
-def make_request(key: str, trace: TraceRequest, identity: CacheIdentity) -> SimulatedRequest:
-    """Hash a prompt as its gateway and its replica would."""
+def make_request(key: str, trace: TraceRequest, root: bytes, block_size: int) -> SimulatedRequest:
+    """Hash a prompt as its gateway and its replica would; root: of both chains."""
     prompt = trace.prompt()
-    root, size = root_hash(identity), identity.block_size
-    return SimulatedRequest(
-        key,
-        trace,
-        route_hashes(root, prompt, size),
-        block_hashes(root, prompt, size),
-        split_blocks(prompt, size),
-    )
+    routes = route_hashes(root, prompt, block_size)
+    is_same = stride_blocks(block_size) == 1  # both chains have an entry per block
+    hashes = list(routes) if is_same else block_hashes(root, prompt, block_size)
+    return SimulatedRequest(key, trace, routes, hashes, split_blocks(prompt, block_size))
 
 
 @dataclass(slots=True)
@@ -123,7 +118,7 @@ class ReplayReplica:
     _queue: deque[_Waiting] = field(default_factory=deque[_Waiting])
     _running: dict[str, _Running] = field(default_factory=dict[str, _Running])
     _prefilling: _Running | None = None
-    _leases: dict[int, int] = field(default_factory=dict[int, int])
+    _leases: dict[int, LeaseUse] = field(default_factory=dict[int, LeaseUse])
     _finished_leases: list[int] = field(default_factory=list[int])
     _finished_outputs: list[int] = field(default_factory=list[int])
     _routes: RouteResidency = field(default_factory=RouteResidency)
@@ -153,7 +148,7 @@ class ReplayReplica:
         """A request arrives with its lease; this leader takes every one."""
         lease = request.lease
         assert lease is not None, f"{request.key} came without a lease"
-        self._leases[lease.lease_id] = lease.num_blocks
+        self._leases[lease.lease_id] = LeaseUse(lease.lease_id, lease.num_blocks)
         hit = len(self._find_prefix(request)) * self.info.identity.block_size
         self._queue.append(_Waiting(request, max(1, request.num_prompt_tokens - hit)))
         return True
@@ -191,7 +186,7 @@ class ReplayReplica:
             steps_done=self._steps_done(now),
             device=self._pool.stats(),
             host=BlockCounts(),
-            leases=tuple(LeaseUse(*lease) for lease in self._leases.items()),
+            leases=tuple(self._leases.values()),
             finished_leases=finished,
             num_waiting=len(self._queue),
             num_running=len(self._running),
@@ -258,7 +253,8 @@ class ReplayReplica:
         self._running[request.key] = self._prefilling = running
         self._count_hit(request, hit)
         if request.lease is not None:
-            self._leases[request.lease.lease_id] = 0  # every block it needs is taken
+            lease_id = request.lease.lease_id
+            self._leases[lease_id] = LeaseUse(lease_id, 0)  # every block it needs is taken
         return running
 
     def _count_hit(self, request: SimulatedRequest, hit: int) -> None:

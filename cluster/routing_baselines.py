@@ -8,6 +8,7 @@ are counted in 512 tokens, so that a policy decides alike whatever our block siz
 import numpy as np
 import xxhash
 
+from ..scheduler.block_hash import stride_blocks
 from .prefix_index import bits
 from .replica_view import FloatArray, ReplicaColumns
 from .routing_policy import RoutedRequest
@@ -101,11 +102,17 @@ class ConsistentHash(Baseline):
 
 def _depth_of(tokens: int, request: RoutedRequest) -> int:
     """How many route hashes lie within so many tokens."""
-    size = request.block_size
-    stride = max(1, 256 // size)
-    blocks = tokens // size
+    stride = stride_blocks(request.block_size)
+    blocks = tokens // request.block_size
     depth = blocks if blocks <= stride else stride + blocks // stride - 1
     return min(depth, len(request.route_hashes))
+
+
+def _tokens_at(depth: int, request: RoutedRequest) -> int:
+    """How many tokens so many route hashes cover."""
+    stride = stride_blocks(request.block_size)
+    blocks = depth if depth <= stride else (depth - stride + 1) * stride
+    return blocks * request.block_size
 
 
 class _RoutedTree:
@@ -125,15 +132,21 @@ class _RoutedTree:
             holders = mask
         return len(hashes), holders
 
-    def insert(self, hashes: tuple[bytes, ...], slot: int) -> None:
+    def insert(self, request: RoutedRequest, slot: int) -> None:
         bit = 1 << slot
-        for route_hash in hashes:
+        known = 0
+        for depth, route_hash in enumerate(request.route_hashes, 1):
             mask = self._masks.get(route_hash, 0)
-            if not mask & bit:
+            if mask & bit:
+                known = depth
+            else:
                 self._masks[route_hash] = mask | bit
-                self._sizes[slot] = self._sizes.get(slot, 0) + 1
+        # What follows the last hash is never found again, but its text is in the tree.
+        new = request.num_tokens - _tokens_at(known, request)
+        self._sizes[slot] = self._sizes.get(slot, 0) + new
 
     def sizes(self, num_slots: int) -> FloatArray:
+        """Tokens by slot."""
         return np.array([self._sizes.get(slot, 0) for slot in range(num_slots)], dtype=np.float64)
 
     def forget(self, slot: int) -> None:
@@ -150,7 +163,7 @@ def _candidate_mask(request: RoutedRequest) -> int:
 
 
 def _match_share(request: RoutedRequest, depth: int) -> float:
-    return depth / max(1, len(request.route_hashes))
+    return _tokens_at(depth, request) / max(1, request.num_tokens)
 
 
 class RayPrefix(Baseline):
@@ -176,7 +189,7 @@ class RayPrefix(Baseline):
         return _only(pair, replicas.active[: replicas.num_slots].astype(np.float64))
 
     def placed(self, request: RoutedRequest, slot: int) -> None:
-        self._tree.insert(request.route_hashes, slot)
+        self._tree.insert(request, slot)
 
     def forget(self, slot: int) -> None:
         self._tree.forget(slot)
@@ -206,7 +219,7 @@ class SglangCacheAware(Baseline):
         return active
 
     def placed(self, request: RoutedRequest, slot: int) -> None:
-        self._tree.insert(request.route_hashes, slot)
+        self._tree.insert(request, slot)
 
     def forget(self, slot: int) -> None:
         self._tree.forget(slot)

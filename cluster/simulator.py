@@ -26,6 +26,7 @@ from ..protos.messages import (
     ReplicaReport,
     ReserveRequest,
 )
+from ..scheduler.block_hash import root_hash
 from .admission import AdmissionConfig
 from .controller import Controller, ControllerConfig
 from .late_binding import LateBindingConfig
@@ -176,6 +177,7 @@ class Simulation:
         self._make_replica = make_replica
         self._progress = progress
         self._identity = CacheIdentity(_MODEL, 1, "bfloat16", spec.cluster.block_size)
+        self._root = root_hash(self._identity)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = 0
         self._now = 0.0
@@ -218,9 +220,10 @@ class Simulation:
         if following is None:
             return
         number, trace = following
+        block_size = self.spec.cluster.block_size
 
         def arrive() -> None:
-            request = make_request(f"request-{number}", trace, self._identity)
+            request = make_request(f"request-{number}", trace, self._root, block_size)
             self._requests[request.key] = request
             self._schedule_arrival(arrivals)
             self._reserve(request)
