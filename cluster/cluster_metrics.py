@@ -115,6 +115,8 @@ def _plain_values(replica: ReplicaStatus) -> Iterator[tuple[str, float]]:
     yield "steps", replica.steps_done
     yield "copies_failed", replica.counters.copies_failed
     yield "copies_on_write", replica.counters.copies_on_write
+    yield "spec_decode_num_draft_tokens", replica.counters.draft_tokens
+    yield "spec_decode_num_accepted_tokens", replica.counters.accepted_tokens
     yield "hash_collisions", replica.counters.collisions_refused
     yield "replica_requests_expired", replica.counters.expired
     yield "copy_bandwidth_bytes_per_second", replica.copy_bytes_per_s
@@ -158,6 +160,8 @@ def _make_families() -> _Families:
         ("blocks_copied", "Blocks copied to the host (store) and back (load)", ("direction",)),
         ("copies_failed", "Copies between the tiers that failed", ()),
         ("copies_on_write", "Shared blocks copied before they were written", ()),
+        ("spec_decode_num_draft_tokens", "Tokens guessed ahead", ()),
+        ("spec_decode_num_accepted_tokens", "Guessed tokens that were right", ()),
         ("hash_collisions", "Blocks not published because their hash was taken", ()),
         ("exhaustion_events", "What was done when blocks or places ran out", ("action",)),
         ("replica_requests_expired", "Deadlines that passed at the replica", ()),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..scheduler.config import AdmissionRule, PreemptionMode
+from ..workers.config import SPECULATIVE_METHODS
 from ..workers.faults import Faults
 
 if TYPE_CHECKING:  # needs grpc and pydantic: too slow for every command
@@ -67,6 +68,8 @@ class ClusterConfig:
     max_model_len: the longest sequence; None = the model's own.
     preemption_mode, admission_rule, watermark, max_num_waiting: of each replica's scheduler, for
         when blocks run out; see `SchedulerConfig`.
+    speculative, num_speculative_tokens, prompt_lookup_min, prompt_lookup_max, overlap_steps: of
+        each replica's steps; see `WorkerConfig`.
     address: a running Ray cluster to join; None = start a private one here.
     grpc_port / http_port: 0 = any free one.
     security: API keys and TLS of the gateway; None = neither.
@@ -92,6 +95,11 @@ class ClusterConfig:
     admission_rule: str = "known-length"
     watermark: float = 0.01
     max_num_waiting: int | None = None
+    speculative: str = "off"
+    num_speculative_tokens: int = 5
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 5
+    overlap_steps: bool | None = None
     dtype: str = "auto"
     device: str = "auto"
     deterministic: bool = False
@@ -108,6 +116,7 @@ class ClusterConfig:
         _check_choice("--device", self.device, DEVICES)
         _check_choice("--preemption-mode", self.preemption_mode, PREEMPTION_MODES)
         _check_choice("--admission-rule", self.admission_rule, ADMISSION_RULES)
+        _check_choice("--speculative", self.speculative, SPECULATIVE_METHODS)
         if not 0.0 <= self.watermark < 1.0:
             raise CommandError(f"--watermark must be from 0 to below 1, is {self.watermark}")
 
@@ -136,6 +145,9 @@ class ClusterConfig:
         _check_at_least("--max-num-batched-tokens", self.max_num_batched_tokens, 1)
         _check_at_least("--max-model-len", self.max_model_len, 2)
         _check_at_least("--max-num-waiting", self.max_num_waiting, 1)
+        _check_at_least("--num-speculative-tokens", self.num_speculative_tokens, 1)
+        _check_at_least("--prompt-lookup-min", self.prompt_lookup_min, 1)
+        _check_at_least("--prompt-lookup-max", self.prompt_lookup_max, self.prompt_lookup_min)
 
     def _check_ports(self) -> None:
         for flag, port in (("--grpc-port", self.grpc_port), ("--http-port", self.http_port)):

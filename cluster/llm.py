@@ -69,6 +69,10 @@ class EngineOptions(TypedDict, total=False):
     admission_rule: AdmissionRule
     watermark: float
     max_num_waiting: int | None
+    speculative: str
+    num_speculative_tokens: int
+    prompt_lookup_min: int
+    prompt_lookup_max: int
     deterministic: bool
     num_threads: int | None
     overlap_steps: bool | None

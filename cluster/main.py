@@ -83,6 +83,20 @@ def serve(
     max_num_waiting: Annotated[
         int | None, typer.Option(help="Requests that may wait at a replica; no bound.")
     ] = None,
+    speculative: Annotated[
+        str, typer.Option(help="ngram: guess from what a sequence said before; or off.")
+    ] = "off",
+    num_speculative_tokens: Annotated[
+        int, typer.Option(help="Most tokens guessed ahead in a step.")
+    ] = 5,
+    prompt_lookup_min: Annotated[
+        int, typer.Option(help="Last tokens that must have stood before, for a guess.")
+    ] = 2,
+    prompt_lookup_max: Annotated[int, typer.Option(help="So many of them are compared.")] = 5,
+    overlap_steps: Annotated[
+        bool | None,
+        typer.Option(help="Schedule a step while the one before it runs; on a GPU by default."),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     deterministic: Annotated[
@@ -145,6 +159,11 @@ def serve(
         admission_rule=admission_rule,
         watermark=watermark,
         max_num_waiting=max_num_waiting,
+        speculative=speculative,
+        num_speculative_tokens=num_speculative_tokens,
+        prompt_lookup_min=prompt_lookup_min,
+        prompt_lookup_max=prompt_lookup_max,
+        overlap_steps=overlap_steps,
         dtype=dtype,
         device=device,
         deterministic=deterministic,

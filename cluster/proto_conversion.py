@@ -291,6 +291,8 @@ def _replica_to_proto(replica: ReplicaStatus) -> pb.ReplicaState:
         preemptions=replica.preemptions,
         report_age_s=replica.report_age_s,
         node_id=replica.node_id,
+        draft_tokens=replica.counters.draft_tokens,
+        accepted_tokens=replica.counters.accepted_tokens,
     )
 
 

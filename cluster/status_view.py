@@ -80,10 +80,13 @@ def status_view(state: pb.GetClusterStateResponse) -> Group:
 
 
 def replica_table(state: pb.GetClusterStateResponse) -> Table:
-    """One row a replica: what it does. The model only where there is more than one."""
+    """One row a replica: what it does. The model only where there is more than one, guesses only
+    where there are some."""
     has_models = len({replica.model for replica in state.replicas}) > 1
+    has_drafts = any(replica.draft_tokens for replica in state.replicas)
     headers = ["replica", "state", "running", "waiting", "leased", "prefix hits", "preempted"]
-    table = make_table([*headers, "model"] if has_models else headers)
+    headers += ["guessed right"] * has_drafts + ["model"] * has_models
+    table = make_table(headers)
     for replica in state.replicas:
         row = (
             replica.replica_id,
@@ -94,7 +97,8 @@ def replica_table(state: pb.GetClusterStateResponse) -> Table:
             f"{replica.hit_tokens:,} of {replica.query_tokens:,}",
             str(replica.preemptions),
         )
-        table.add_row(*row, *([replica.model] if has_models else []))
+        guesses = f"{replica.accepted_tokens:,} of {replica.draft_tokens:,}"
+        table.add_row(*row, *[guesses] * has_drafts, *[replica.model] * has_models)
     return table
 
 

@@ -291,7 +291,7 @@ class TierState(_message.Message):
     def __init__(self, clean: _Optional[int] = ..., cached_idle: _Optional[int] = ..., referenced: _Optional[int] = ..., fenced: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class ReplicaState(_message.Message):
-    __slots__ = ("replica_id", "incarnation", "model", "state", "device", "host", "num_running", "num_waiting", "leased_blocks", "available_blocks", "query_tokens", "hit_tokens", "preemptions", "report_age_s", "node_id")
+    __slots__ = ("replica_id", "incarnation", "model", "state", "device", "host", "num_running", "num_waiting", "leased_blocks", "available_blocks", "query_tokens", "hit_tokens", "preemptions", "report_age_s", "node_id", "draft_tokens", "accepted_tokens")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -307,6 +307,8 @@ class ReplicaState(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     REPORT_AGE_S_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     incarnation: str
     model: str
@@ -322,7 +324,9 @@ class ReplicaState(_message.Message):
     preemptions: int
     report_age_s: float
     node_id: str
-    def __init__(self, replica_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[str] = ..., device: _Optional[_Union[TierState, _Mapping]] = ..., host: _Optional[_Union[TierState, _Mapping]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., available_blocks: _Optional[int] = ..., query_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., report_age_s: _Optional[float] = ..., node_id: _Optional[str] = ...) -> None: ...
+    draft_tokens: int
+    accepted_tokens: int
+    def __init__(self, replica_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[str] = ..., device: _Optional[_Union[TierState, _Mapping]] = ..., host: _Optional[_Union[TierState, _Mapping]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., available_blocks: _Optional[int] = ..., query_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., report_age_s: _Optional[float] = ..., node_id: _Optional[str] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class GetClusterStateResponse(_message.Message):
     __slots__ = ("replicas", "queued_requests", "queued_tokens", "granted", "refused", "expired", "policy", "uptime_s")

@@ -298,6 +298,7 @@ class ReplicaCounters:
     blocks_evicted, host_blocks_evicted: content dropped to make room. blocks_stored,
     blocks_loaded: copied to and from the host tier. One count per way to meet exhaustion:
     admissions_deferred, rows_held, swaps_refused, queue_full, leases_refused, kv_exhausted.
+    draft_tokens: guessed ahead; accepted_tokens: of these, those that were right.
     """
 
     blocks_evicted: int = 0
@@ -314,6 +315,8 @@ class ReplicaCounters:
     queue_full: int = 0
     leases_refused: int = 0
     kv_exhausted: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

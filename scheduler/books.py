@@ -34,6 +34,8 @@ class Counters:
     expired: int = 0
     queue_full: int = 0
     copies_on_write: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Books:

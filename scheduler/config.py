@@ -34,6 +34,9 @@ class SchedulerConfig:
     write_back_blocks: so many blocks next in turn for eviction are kept on the host ahead of it;
     0 = nothing is written back.
     max_num_waiting: longest queue; a request beyond it is refused with a hint. None = no bound.
+    num_speculative_tokens: most tokens that a sequence may guess ahead of one step, from its own
+    text; 0 = none. prompt_lookup_min / prompt_lookup_max: how many of its last tokens must, and
+    may at most, be the same at the place that it continues from.
     preempt_every: force a preemption every so many steps; a fault drill. None = never.
     hash_bits: fewer than 128 only to provoke collisions.
     """
@@ -54,6 +57,9 @@ class SchedulerConfig:
     prefill_tokens_per_s: float = 1000.0
     write_back_blocks: int = 32
     max_num_waiting: int | None = None
+    num_speculative_tokens: int = 0
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 5
     preempt_every: int | None = None
     hash_bits: int = 128
 
@@ -65,6 +71,15 @@ class SchedulerConfig:
             raise ValueError(f"prefill_chunk must be at least 1, is {self.prefill_chunk}")
         if self.max_num_waiting is not None and self.max_num_waiting < 1:
             raise ValueError(f"max_num_waiting must be at least 1, is {self.max_num_waiting}")
+        if self.num_speculative_tokens < 0:
+            raise ValueError(
+                f"num_speculative_tokens must not be negative, is {self.num_speculative_tokens}"
+            )
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+            raise ValueError(
+                "prompt_lookup_min must be at least 1 and at most prompt_lookup_max, is "
+                f"{self.prompt_lookup_min} of {self.prompt_lookup_max}"
+            )
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), is {self.watermark}")
         if self.copy_bytes_per_s <= 0.0 or self.prefill_tokens_per_s <= 0.0:

@@ -78,6 +78,25 @@ class Exhaustion:
         self._books.counters.rows_held += len(held)
         return rows[~np.isin(rows, held)]
 
+    def room_for_drafts(self, plan: StepPlan, row: int, count: int) -> int:
+        """Blocks for up to `count` guessed tokens behind the position that a row computes next.
+        Returns for how many there is room: guesses live in blocks that nobody would miss."""
+        slack = int(self._batch.capacity[row] - self._batch.num_computed[row]) - 1
+        if count <= slack:
+            return count
+        num_needed = self._manager.num_blocks_for(count - slack)
+        request = self._batch.sequence(row).request
+        available = self._pool.num_free - self._ledger.reserved_for_others(request.key)
+        available -= int(self._books.config.watermark * self._books.config.num_blocks)
+        if plan.has_preempted or num_needed > min(available, self._ledger.num_left(request.key)):
+            return slack
+        for block in self._pool.allocate(num_needed) or ():
+            self._manager.append(row, block)
+            plan.table_rows.append(row)
+            plan.table_blocks.append(block)
+        self._books.leases.settle(request)
+        return count
+
     def choose_victim(self, num_needed: int, must_have_progressed: bool = False) -> Sequence | None:
         """The first of the sequences that must go for so many blocks; None if nobody may be.
 
@@ -100,8 +119,8 @@ class Exhaustion:
     ) -> tuple[list[int], int]:
         """Preempt until what is free or on its way is enough. Returns who still wants, and how
         many blocks are missing now."""
-        while short > self._pool.num_fenced:
-            victim = self.choose_victim(short - self._pool.num_fenced)
+        while short > self._num_coming():
+            victim = self.choose_victim(short - self._num_coming())
             if victim is None:
                 break
             if len(self._batch) == 1 and not self._ledger.num_reserved:
@@ -112,6 +131,10 @@ class Exhaustion:
             wanting = [row for row in wanting if self._batch.sequences[row] is not None]
             short = self._shortage(wanting)
         return wanting, short
+
+    def _num_coming(self) -> int:
+        """Blocks given back, or perhaps about to be, when what is in flight has ended."""
+        return self._pool.num_fenced + self._manager.num_draft_blocks()
 
     def _shortage(self, wanting: list[int]) -> int:
         """How many blocks too few there are now for all of `wanting`; less than 1 = none."""

@@ -1,8 +1,8 @@
 """Block tables: which blocks a sequence holds, where it shares them, what of them is published.
 
 Knows rows, tokens and both tiers' pools; not who runs next. A table is append-only while its
-row runs; copy-on-write replaces its last entry. Every operation is atomic: it takes all the
-blocks it needs, or none and nothing has changed.
+row runs; copy-on-write replaces its last entry, wrong guesses cut it. Every operation is atomic:
+it takes all the blocks it needs, or none and nothing has changed.
 """
 
 from collections.abc import Sequence as Array
@@ -150,6 +150,25 @@ class KVCacheManager:
         self._tables[row, count] = block
         self._num_blocks[row] = count + 1
         self._batch.capacity[row] += self.block_size
+
+    def num_draft_blocks(self) -> int:
+        """Blocks that rows hold only for guessed tokens in flight."""
+        return sum(
+            self._num_blocks[row] - self.num_blocks_for(int(self._batch.num_computed[row]))
+            for row in self._batch.drafting_rows()
+        )
+
+    def truncate(self, row: int) -> bool:
+        """Give back a row's blocks behind its computed tokens, which wrong guesses were written
+        to; no step in flight knows them. False: there are none."""
+        count = self._num_blocks[row]
+        keep = self.num_blocks_for(int(self._batch.num_computed[row]))
+        if keep == count:
+            return False
+        self._pool.release(self._tables[row, keep:count].tolist())
+        self._num_blocks[row] = keep
+        self._batch.capacity[row] = keep * self.block_size
+        return True
 
     def fork(self, parent: int, child: Sequence, num_computed: int) -> int:
         """A new row for `child` that shares all of the parent's blocks; copies nothing."""

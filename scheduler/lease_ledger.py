@@ -5,6 +5,7 @@ may refuse. Only guaranteed leases bind blocks here; for the others `remaining` 
 controller keeps out of its own arithmetic.
 """
 
+import math
 from dataclasses import dataclass
 
 from ..protos.errors import Overloaded
@@ -65,6 +66,11 @@ class LeaseLedger:
         entry = self._entries.get(request_key)
         own = entry.remaining if entry is not None and entry.is_guaranteed else 0
         return self.num_reserved - own
+
+    def num_left(self, request_key: str) -> float:
+        """Blocks that the request may still take; no lease, no limit."""
+        entry = self._entries.get(request_key)
+        return math.inf if entry is None else entry.remaining
 
     def close(self, request_key: str) -> None:
         """The request has ended."""

@@ -35,26 +35,27 @@ class Outbox:
         indexes = [batch.indexes[row] for row in rows]
         self._deltas += _make_plain_deltas(keys, indexes, numbers, tokens)
 
-    def tell_token(
+    def tell(
         self,
         sequence: Sequence,
-        token: int,
+        tokens: tuple[int, ...],
         number: int,
-        logprobs: TokenLogprobs | None,
+        logprobs: tuple[TokenLogprobs, ...],
         reason: FinishReason | None,
         now: float,
     ) -> None:
-        """One more token, the output's `number`-th counted from 0, and the end if it is that."""
+        """More tokens, the first the output's `number`-th counted from 0, and the end if the
+        last is that."""
         self._deltas.append(
             SequenceDelta(
                 request_key=sequence.request.key,
                 index=sequence.index,
                 first_position=number,
-                token_ids=(token,),
-                logprobs=() if logprobs is None else (logprobs,),
+                token_ids=tokens,
+                logprobs=logprobs,
                 prompt_logprobs=_take_prompt_logprobs(sequence),
                 finish_reason=reason,
-                usage=None if reason is None else sequence.usage(number + 1, now),
+                usage=None if reason is None else sequence.usage(number + len(tokens), now),
             )
         )
 

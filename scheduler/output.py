@@ -6,9 +6,9 @@ there, so a decode step carries only what changed.
 
 Order of a step, the same on every rank:
 
-    removed_rows → new_rows → table_rows/table_blocks (append)
-    → tail_rows/tail_blocks (replace last) → device_copies → forward of `rows`
-    → sample for `sample_rows` → append the sampled tokens
+    removed_rows → new_rows → cut_rows/cut_lengths (drop what is behind)
+    → tail_rows/tail_blocks (replace last) → table_rows/table_blocks (append) → device_copies
+    → forward of `rows` → sample for `sample_rows` → append the sampled tokens
 
 `copy_jobs` between device and host run beside the step, each on its own; a sequence whose blocks
 are the target of a job is not scheduled before the job's `CopyDone` has been given to `update`.
@@ -104,7 +104,10 @@ class SchedulerOutput:
     sample_rows: int32 [num_samples], the row whose parameters and seed choose the token, and to
         which the token is appended; differs from the entry's row for the siblings of a fork.
     draft_token_ids: int32 [num_scheduled, k] or None: tokens guessed for rows scheduled beyond
-        their known tokens (speculative decoding), -1 where fewer.
+        their known tokens (speculative decoding), -1 where fewer. A row with d of them computes
+        its last known token and all d, and stands 1 + d times in a row in `sample_rows`, once for
+        each of these positions, at the end of `sample_rows`.
+    cut_rows, cut_lengths: int32, tables that lose their blocks behind so many: guesses were wrong.
     step: number of this step; fences and `ModelRunnerOutput` name it.
     """
 
@@ -116,6 +119,8 @@ class SchedulerOutput:
     sample_rows: Int32Array = field(default_factory=_no_ints)
     removed_rows: Int32Array = field(default_factory=_no_ints)
     new_rows: tuple[NewRow, ...] = ()
+    cut_rows: Int32Array = field(default_factory=_no_ints)
+    cut_lengths: Int32Array = field(default_factory=_no_ints)
     table_rows: Int32Array = field(default_factory=_no_ints)
     table_blocks: Int32Array = field(default_factory=_no_ints)
     tail_rows: Int32Array = field(default_factory=_no_ints)
@@ -128,6 +133,13 @@ class SchedulerOutput:
     def num_tokens(self) -> int:
         """Tokens to compute in this step."""
         return int(self.num_scheduled_tokens.sum())
+
+    @property
+    def num_draft_tokens(self) -> Int32Array:
+        """int32 [num_scheduled], of each entry."""
+        if self.draft_token_ids is None:
+            return np.zeros(len(self.rows), dtype=np.int32)
+        return (self.draft_token_ids >= 0).sum(axis=1, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +163,8 @@ def num_beam_candidates(sampling: SamplingParams, num_eos: int) -> int:
 class ModelRunnerOutput:
     """What one step produced.
 
-    token_ids: int32 [num_samples], in the order of `SchedulerOutput.sample_rows`.
+    token_ids: int32 [num_samples], in the order of `SchedulerOutput.sample_rows`; -1 for those
+        behind a wrong guess, which mean nothing.
     logprobs: by position in `sample_rows`, only for rows that asked.
     prompt_logprobs: by row, the entries of the prompt positions that this step's tokens predict,
         only for rows that asked: computing positions c..e-1 of a prompt of n tokens gives those

@@ -38,6 +38,7 @@ class RequestLife:
         self.beams = BeamRounds(books, outbox, self)
         self._swap_policy = SwapPolicy(books)
         self._removed_rows: list[int] = []
+        self._cut_rows: dict[int, int] = {}  # row → blocks it keeps, to be sent too
         self._unannounced: dict[int, int] = {}  # row → sequence id, to be sent with the next step
         self._num_sequences = 0
 
@@ -106,6 +107,17 @@ class RequestLife:
     def take_removed_rows(self) -> list[int]:
         """Rows that the runner is to forget."""
         rows, self._removed_rows = self._removed_rows, []
+        return rows
+
+    def cut(self, row: int) -> None:
+        """Wrong guesses: the row's blocks behind its computed tokens go back at once."""
+        if self._books.manager.truncate(row):
+            self._cut_rows[row] = self._books.manager.num_blocks(row)
+            self._books.leases.settle(self._batch.sequence(row).request)
+
+    def take_cut_rows(self) -> dict[int, int]:
+        """Rows whose tables have become shorter, and by what length they are now."""
+        rows, self._cut_rows = self._cut_rows, {}
         return rows
 
     # ── what exhaustion and admission have decided ────────────────────────────────────────
@@ -230,6 +242,7 @@ class RequestLife:
         self._books.manager.release(sequence.row, self.fence)
         sequence.last_step = self.fence
         row = self._batch.leave(sequence)
+        self._cut_rows.pop(row, None)
         # A row that is still to be announced is unknown to the runner, or removed already.
         if self._unannounced.pop(row, None) is None:
             self._removed_rows.append(row)

@@ -26,6 +26,8 @@ class RunningBatch:
 
     num_tokens counts tokens sampled in steps in flight, num_pending of them. num_computed counts
     positions that steps in flight will have written.
+    num_drafts: guessed tokens in flight behind those, which no other count contains; such a row
+    waits for what comes of them.
     compute_limit: positions ever computed. token_limit: most tokens, prompt and output;
     max_outputs: of them output.
     first_special: from this place in its output on, a token may be the row's first or its last.
@@ -44,6 +46,8 @@ class RunningBatch:
         self.num_tokens: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.num_pending: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.num_computed: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.num_drafts: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self._num_drafting = 0  # rows with drafts
         self.compute_limit: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.token_limit: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.max_outputs: Int32Array = np.zeros(num_rows, dtype=np.int32)
@@ -113,6 +117,7 @@ class RunningBatch:
         self.num_tokens[row] = self.num_computed[row] = 0
         self.compute_limit[row] = 0
         self.capacity[row] = 0
+        self.set_drafts(row, 0)
         self.set_loading(row, False)
         self.num_beams -= int(self.is_beam[row])
         self.is_beam[row] = False
@@ -133,7 +138,28 @@ class RunningBatch:
         target -= self.num_computed
         if self._num_loading:
             target[self.is_loading] = 0
+        if self._num_drafting:
+            target[self.num_drafts > 0] = 0
         return target
+
+    def set_drafts(self, row: int, count: int) -> None:
+        """So many guessed tokens are in flight."""
+        self._num_drafting += (count > 0) - int(self.num_drafts[row] > 0)
+        self.num_drafts[row] = count
+
+    def drafting_rows(self) -> list[int]:
+        """Rows with guessed tokens in flight."""
+        return self.num_drafts.nonzero()[0].tolist() if self._num_drafting else []
+
+    def accept(self, row: int, tokens: list[int]) -> None:
+        """What came of a row's drafts: tokens that were guessed right, then one more; all but
+        the last have been computed."""
+        known = self.num_known(row)
+        self.token_ids[row, known : known + len(tokens)] = tokens
+        self.num_pending[row] -= 1
+        self.num_tokens[row] += len(tokens) - 1
+        self.num_computed[row] += len(tokens) - 1
+        self.set_drafts(row, 0)
 
     def set_loading(self, row: int, is_loading: bool) -> None:
         """Whether the row's KV is on its way from the host."""
@@ -181,6 +207,8 @@ class RunningBatch:
         check(len(set(self._free)) == len(self._free), "a row is free twice")
         check(int(self.is_beam.sum()) == self.num_beams, f"{self.num_beams} rows are beams")
         check(int(self.is_loading.sum()) == self._num_loading, f"{self._num_loading} rows load")
+        drafting = int((self.num_drafts > 0).sum())
+        check(drafting == self._num_drafting, f"{drafting} rows draft, not {self._num_drafting}")
         heapify(self._free)
         for row, sequence in enumerate(self.sequences):
             if sequence is None:
@@ -194,11 +222,12 @@ class RunningBatch:
             check(0 <= self.num_pending[row] <= self.num_tokens[row], state)
             check(self.num_computed[row] <= self.num_tokens[row], state)
             check(self.num_tokens[row] <= self.token_limit[row], state)
-            check(self.num_computed[row] <= self.capacity[row], state)
+            check(self.num_computed[row] + self.num_drafts[row] <= self.capacity[row], state)
+            check(not self.num_drafts[row] or self.num_pending[row] == 1, state)
 
     def _describe(self, row: int) -> str:
         return (
             f"tokens {self.num_tokens[row]} (pending {self.num_pending[row]}), computed "
-            f"{self.num_computed[row]}, limit {self.token_limit[row]}, capacity "
-            f"{self.capacity[row]}"
+            f"{self.num_computed[row]}, drafts {self.num_drafts[row]}, limit "
+            f"{self.token_limit[row]}, capacity {self.capacity[row]}"
         )

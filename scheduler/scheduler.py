@@ -38,6 +38,7 @@ from .output import CopyDone, Int32Array, ModelRunnerOutput, SchedulerOutput
 from .request import Request, SequenceState
 from .request_life import RequestLife
 from .request_limits import token_limit
+from .speculation import Speculation
 from .stats import SchedulerStats, make_stats
 from .step_plan import StepPlan, StepRecord
 from .step_results import StepResults
@@ -62,7 +63,8 @@ class Scheduler:
         self._in_flight: deque[StepRecord] = deque()
         eos = frozenset(eos_token_ids)
         self._life = RequestLife(self._books, self._outbox, self._in_flight, eos)
-        self._results = StepResults(self._books, self._outbox, self._life, eos)
+        self._speculation = Speculation(self._books) if config.num_speculative_tokens else None
+        self._results = StepResults(self._books, self._outbox, self._life, eos, self._speculation)
         self._exhaustion = Exhaustion(self._books, self._life)
         self._admission = Admission(self._books, self._life)
         self.exports = self._books.exports
@@ -151,12 +153,15 @@ class Scheduler:
             self._admission.admit(plan, now)
         while plan.is_empty and self._unblock():
             self._admission.admit(plan, now)
+        self._plan_drafts(plan)
         self._announce(plan)
         self._books.tier.write_back()
         plan.copy_jobs = self._books.tier.take_jobs()
         if plan.is_empty:
             return None
-        record = plan.launch(self._batch, self._life.take_removed_rows())
+        record = plan.launch(
+            self._batch, self._life.take_removed_rows(), self._life.take_cut_rows()
+        )
         self._step = plan.step
         self._in_flight.append(record)
         return record.output
@@ -168,7 +173,7 @@ class Scheduler:
             f"result of step {result.step} for {output.step}; {record.output.step} is the oldest"
         )
         self._books.pool.finish_step(output.step)
-        self._books.costs.observe_step(record.num_tokens, len(output.rows), result.elapsed_s)
+        self._observe(record, result.elapsed_s)
         self._results.publish(record)
         if result.copies_done:
             self.copies_done(result.copies_done)
@@ -177,6 +182,8 @@ class Scheduler:
         for row, entries in result.prompt_logprobs.items():
             self._results.collect_prompt_logprobs(record, row, entries)
         self._results.append_tokens(record, result, now)
+        if record.drafts:
+            self._results.append_drafted(record, result, now)
         if result.beam_candidates:
             self._life.beams.take_offers(record, result, now)
         for request in record.prompts:
@@ -297,6 +304,9 @@ class Scheduler:
         if self._plan_steady(plan, now):
             return
         remaining = batch.remaining()
+        if self._speculation is not None and self._in_flight:
+            self._speculation.overlaps = True
+            remaining[self._speculation.waiting_rows()] = 0
         is_decode = batch.num_computed >= batch.num_prompt
         is_decode &= remaining == 1
         rows = is_decode.nonzero()[0].astype(np.int32)
@@ -318,6 +328,8 @@ class Scheduler:
         rows, version, num_steps = self._steady
         if not num_steps or version != self._batch.version:
             return False
+        if self._speculation is not None and self._in_flight:
+            return False  # some may have to wait for the token in flight
         plan.decode_rows = self._exhaustion.grow(plan, rows, now)
         self._steady = rows, version, num_steps - 1 if plan.decode_rows is rows else 0
         return True
@@ -328,6 +340,25 @@ class Scheduler:
         rows = np.flatnonzero(remaining)
         for row in rows[np.argsort(batch.arrival[rows])].tolist():
             self._admission.plan_chunk(plan, row, int(remaining[row]))
+
+    def _plan_drafts(self, plan: StepPlan) -> None:
+        """Guesses, in what room everything else has left."""
+        if self._speculation is None or not len(plan.decode_rows):
+            return
+        budget = self.config.max_num_batched_tokens - plan.num_tokens
+        for row, draft in self._speculation.propose(plan.decode_rows, budget):
+            count = self._exhaustion.room_for_drafts(plan, row, len(draft))
+            if count > 0:
+                plan.drafts.append((row, draft[:count]))
+        if plan.drafts:
+            self._steady = plan.decode_rows, 0, 0
+
+    def _observe(self, record: StepRecord, elapsed_s: float) -> None:
+        """Learn from how long a step took."""
+        num_rows = len(record.output.rows)
+        self._books.costs.observe_step(record.num_tokens, num_rows, elapsed_s)
+        if self._speculation is not None and record.num_tokens == num_rows:
+            self._speculation.observe_step(num_rows, record.num_drafts, elapsed_s)
 
     def _unblock(self) -> bool:
         """Where all rows are beams that wait for siblings which wait for their blocks, one of them

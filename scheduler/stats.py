@@ -19,6 +19,7 @@ class SchedulerStats:
     leases_refused (sent away with a hint), kv_exhausted (ended alone with partial output).
     host_evicted: ready host blocks that made room. blocks_stored / blocks_loaded: copied between
     the tiers. copies_failed: jobs. prefill_tokens_per_s, copy_bytes_per_s: running means.
+    draft_tokens: guessed ahead; accepted_tokens: of these, those that were right.
     route_digests: XOR of resident route hashes, device and host, as of the last events taken.
     """
 
@@ -51,6 +52,8 @@ class SchedulerStats:
     prefill_tokens_per_s: float
     copy_bytes_per_s: float
     route_digests: tuple[int, int]
+    draft_tokens: int
+    accepted_tokens: int
 
     @property
     def preemptions(self) -> int:
@@ -91,4 +94,6 @@ def make_stats(books: Books, epoch: int, steps: int) -> SchedulerStats:
         prefill_tokens_per_s=books.costs.prefill_tokens_per_s,
         copy_bytes_per_s=books.costs.copy_bytes_per_s,
         route_digests=books.routes.digests,
+        draft_tokens=counters.draft_tokens,
+        accepted_tokens=counters.accepted_tokens,
     )

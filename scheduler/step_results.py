@@ -13,6 +13,7 @@ from .outbox import Outbox
 from .output import ModelRunnerOutput
 from .request import Sequence
 from .request_life import RequestLife
+from .speculation import Speculation
 from .step_plan import StepRecord
 
 
@@ -20,7 +21,12 @@ class StepResults:
     """Enters results in the books and tells them."""
 
     def __init__(
-        self, books: Books, outbox: Outbox, life: RequestLife, eos: frozenset[int]
+        self,
+        books: Books,
+        outbox: Outbox,
+        life: RequestLife,
+        eos: frozenset[int],
+        speculation: Speculation | None,
     ) -> None:
         self._books = books
         self._batch = books.batch
@@ -28,6 +34,7 @@ class StepResults:
         self._outbox = outbox
         self._life = life
         self._eos = eos
+        self._speculation = speculation
 
     def publish(self, record: StepRecord) -> None:
         """Blocks that this step filled may be found from now on."""
@@ -64,9 +71,12 @@ class StepResults:
     def append_tokens(self, record: StepRecord, result: ModelRunnerOutput, now: float) -> None:
         """Sampled tokens become known: append, tell, and end what ends."""
         batch, rows, tokens = self._batch, record.output.sample_rows, result.token_ids
-        places: list[int] | range = range(len(rows))
+        sample_ids, num_plain = record.sample_ids, record.num_plain_samples
+        if record.drafts:
+            rows, tokens, sample_ids = rows[:num_plain], tokens[:num_plain], sample_ids[:num_plain]
+        places: list[int] | range = range(num_plain)
         if batch.num_beams or batch.version != record.version:
-            is_current = batch.sequence_ids[rows] == record.sample_ids
+            is_current = batch.sequence_ids[rows] == sample_ids
             stale: list[int] = np.flatnonzero(~is_current).tolist()
             self._append_to_waiting(record, result, stale, now)
             is_current &= ~batch.is_beam[rows]
@@ -85,7 +95,7 @@ class StepResults:
         ):
             if row in special or place in result.logprobs:
                 sequence = batch.sequence(row)
-                self._tell(sequence, token, number, result.logprobs.get(place), now)
+                self._tell(sequence, [token], number, _logprobs_at(result, place, 1), now)
             else:
                 self._outbox.tell_tokens(batch, [row], [token], [number])
 
@@ -103,22 +113,80 @@ class StepResults:
             sequence.token_ids = np.append(sequence.token_ids, np.int32(token))
             sequence.num_pending -= 1
             self._queue.add(sequence)
-            self._tell(sequence, token, number, result.logprobs.get(place), now)
+            self._tell(sequence, [token], number, _logprobs_at(result, place, 1), now)
+
+    def append_drafted(self, record: StepRecord, result: ModelRunnerOutput, now: float) -> None:
+        """What came of guesses: those that were right become known, and the token behind them."""
+        place = record.num_plain_samples
+        for row, num_drafts in record.drafts:
+            found: list[int] = result.token_ids[place : place + num_drafts + 1].tolist()
+            tokens = [token for token in found if token >= 0]
+            self._books.counters.draft_tokens += num_drafts
+            self._books.counters.accepted_tokens += len(tokens) - 1
+            sequence = self._life.sequences.get(int(record.sample_ids[place]))
+            if sequence is not None:
+                logprobs = _logprobs_at(result, place, len(tokens))
+                self._take_run(sequence, row, tokens, num_drafts, logprobs, now)
+            place += num_drafts + 1
+
+    def _take_run(
+        self,
+        sequence: Sequence,
+        row: int,
+        tokens: list[int],
+        num_drafts: int,
+        logprobs: tuple[TokenLogprobs, ...],
+        now: float,
+    ) -> None:
+        batch, num_accepted = self._batch, len(tokens) - 1
+        is_running = batch.sequence_ids[row] == sequence.id
+        known = batch.num_known(row) if is_running else len(sequence.token_ids)
+        number = known - sequence.num_prompt_tokens
+        del tokens[self._num_kept(sequence, tokens, number) :]
+        if is_running:
+            batch.accept(row, tokens)
+            if batch.num_computed[row] >= batch.next_publish[row]:
+                self._books.manager.publish(row, int(batch.num_computed[row]))
+            self._life.cut(row)
+            if self._speculation is not None:
+                self._speculation.learn(row, sequence, num_drafts, num_accepted)
+        else:
+            self._queue.remove(sequence)
+            sequence.token_ids = np.append(sequence.token_ids, np.array(tokens, dtype=np.int32))
+            sequence.num_pending -= 1
+            self._queue.add(sequence)
+        self._tell(sequence, tokens, number, logprobs[: len(tokens)], now)
+
+    def _num_kept(self, sequence: Sequence, tokens: list[int], number: int) -> int:
+        """How many of `tokens` come before the sequence's end, or are it."""
+        for place, token in enumerate(tokens, 1):
+            if sequence.stop_reason(token, number + place, self._eos) is not None:
+                return place
+        return len(tokens)
 
     def _tell(
         self,
         sequence: Sequence,
-        token: int,
+        tokens: list[int],
         number: int,
-        logprobs: TokenLogprobs | None,
+        logprobs: tuple[TokenLogprobs, ...],
         now: float,
     ) -> None:
-        """A token that may be a first or a last one. number: its place in the output."""
+        """Tokens of which one may be a first or the last one. number: the first's place in the
+        output."""
         if sequence.first_token_s is None:
             sequence.first_token_s = now
             if sequence.row is not None:
                 self._batch.expect_plain_tokens(sequence.row, sequence)
-        reason = sequence.stop_reason(token, number + 1, self._eos)
-        self._outbox.tell_token(sequence, token, number, logprobs, reason, now)
+        reason = sequence.stop_reason(tokens[-1], number + len(tokens), self._eos)
+        self._outbox.tell(sequence, tuple(tokens), number, logprobs, reason, now)
         if reason is not None:
             self._life.end(sequence)
+
+
+def _logprobs_at(result: ModelRunnerOutput, place: int, count: int) -> tuple[TokenLogprobs, ...]:
+    """Of so many samples from a place on, where they were asked for."""
+    if not result.logprobs:
+        return ()
+    found = (result.logprobs.get(at) for at in range(place, place + count))
+    return tuple(entry for entry in found if entry is not None)

@@ -186,11 +186,14 @@ class FakeModel:
         self._forward(output)
         tokens: list[int] = []
         offers: dict[int, BeamCandidates] = {}
+        num_sampled: dict[int, int] = {}  # by row, in this step
         for place, (entry, row) in enumerate(
             zip(output.sample_entries.tolist(), output.sample_rows.tolist(), strict=True)
         ):
-            digest = self._digest(int(output.rows[entry]), row)
-            new, length = self.rows[row].new, len(self.rows[row].tokens)
+            offset = num_sampled.get(row, 0)
+            num_sampled[row] = offset + 1
+            digest = self._digest(int(output.rows[entry]), row, offset)
+            new, length = self.rows[row].new, len(self.rows[row].tokens) + offset
             if new.sampling.beam_width > 1:
                 offers[place] = fake_offers(digest, new.sampling, self.vocab_size)
                 tokens.append(0)
@@ -198,8 +201,9 @@ class FakeModel:
             tokens.append(
                 fake_token(digest, new.sampling, new.sample_index, length, self.vocab_size)
             )
+        self._reject(output, tokens)
         for place, row in enumerate(output.sample_rows.tolist()):
-            if place not in offers:
+            if place not in offers and tokens[place] >= 0:
                 self.rows[row].tokens.append(tokens[place])
         return ModelRunnerOutput(
             step=output.step,
@@ -208,6 +212,25 @@ class FakeModel:
             beam_candidates=offers,
             copies_done=() if self.hold_copies else self.finish_copies(),
         )
+
+    def _reject(self, output: SchedulerOutput, tokens: list[int]) -> None:
+        """Samples behind a wrong guess are -1, in place."""
+        guesses = {
+            row: [token for token in drafts if token >= 0]
+            for row, drafts in zip(output.rows.tolist(), self._drafts(output), strict=True)
+        }
+        right: dict[int, bool] = {}
+        for place, row in enumerate(output.sample_rows.tolist()):
+            counts = right.get(row, True)
+            guess = guesses[row].pop(0) if guesses.get(row) else None
+            right[row] = counts and tokens[place] == guess
+            if not counts:
+                tokens[place] = -1
+
+    def _drafts(self, output: SchedulerOutput) -> list[list[int]]:
+        if output.draft_token_ids is None:
+            return [[] for _ in output.rows]
+        return output.draft_token_ids.tolist()
 
     def finish_copies(self, count: int | None = None, ok: bool = True) -> tuple[CopyDone, ...]:
         """Let the oldest open jobs end, all of them by default."""
@@ -236,25 +259,32 @@ class FakeModel:
         for new in output.new_rows:
             assert new.row not in self.rows, f"row {new.row} is taken"
             self.rows[new.row] = _Row(new, new.token_ids.tolist(), new.block_table.tolist())
+        for row, length in zip(output.cut_rows.tolist(), output.cut_lengths.tolist(), strict=True):
+            assert length < len(self.rows[row].table), f"row {row} is shorter than {length}"
+            del self.rows[row].table[length:]
+        for row, block in zip(output.tail_rows.tolist(), output.tail_blocks.tolist(), strict=True):
+            self.rows[row].table[-1] = block
         for row, block in zip(
             output.table_rows.tolist(), output.table_blocks.tolist(), strict=True
         ):
             self.device[block] = UNWRITTEN
             self.rows[row].table.append(block)
-        for row, block in zip(output.tail_rows.tolist(), output.tail_blocks.tolist(), strict=True):
-            self.rows[row].table[-1] = block
 
     def _forward(self, output: SchedulerOutput) -> None:
         starts, counts = output.num_computed_tokens.tolist(), output.num_scheduled_tokens.tolist()
         assert sorted(counts, key=lambda count: count > 1) == counts, "single tokens come first"
-        for row_id, start, count in zip(output.rows.tolist(), starts, counts, strict=True):
+        drafts = self._drafts(output)
+        for row_id, start, count, draft in zip(
+            output.rows.tolist(), starts, counts, drafts, strict=True
+        ):
             row = self.rows[row_id]
+            tokens = row.tokens + [token for token in draft if token >= 0]
             if not row.is_poisoned:
                 self._poison(row, start)
             previous = self._slot(row, start - 1) if start else 0
             assert not start or previous != UNWRITTEN, f"row {row_id} reads an unwritten slot"
             for position in range(start, start + count):
-                previous = fake_kv(previous, row.tokens[position], position)
+                previous = fake_kv(previous, tokens[position], position)
                 block = row.table[position // self.block_size]
                 self.device[block, position % self.block_size] = previous
             self.num_computed_tokens += count
@@ -270,11 +300,13 @@ class FakeModel:
         block = row.table[position // self.block_size]
         return int(self.device[block, position % self.block_size])
 
-    def _digest(self, computed_row: int, row_id: int) -> int:
-        """All that `row_id` attends to from the end of `computed_row`, as one number."""
+    def _digest(self, computed_row: int, row_id: int, offset: int = 0) -> int:
+        """All that `row_id` attends to from the end of `computed_row`, or from `offset` guesses
+        behind it, as one number."""
         row = self.rows[row_id]
         length = len(self.rows[computed_row].tokens)
         assert length == len(row.tokens), f"rows {computed_row} and {row_id} differ in length"
+        length += offset
         slots = self.device[row.table].reshape(-1)[:length]
         assert bool((slots != UNWRITTEN).all()), f"row {row_id} attends to an unwritten slot"
         return int((slots * _weights(length)).sum(dtype=np.uint64))

@@ -1,5 +1,6 @@
 """Drives a real ModelRunner in tests: by the real scheduler, or by steps written by hand."""
 
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -60,6 +61,28 @@ def make_request(
     return EngineRequest(key, tuple(int(t) for t in prompt), sampling, starts)
 
 
+@dataclass(slots=True)
+class Guesses:
+    """Guesses that are right but for a share of them, since the answers are known."""
+
+    answers: dict[tuple[str, int], Answer]
+    share: float
+    seed: int = 0
+
+    def replace_in(self, scheduler: Scheduler) -> None:
+        """Let them be what the scheduler proposes."""
+        chance, batch = random.Random(self.seed), scheduler._batch
+
+        def guess(row: int, depth: int) -> list[int]:
+            sequence = batch.sequence(row)
+            tokens = self.answers[sequence.request.key, sequence.index].token_ids
+            number = batch.num_known(row) - sequence.num_prompt_tokens
+            right = (tokens[number:] + [1] * depth)[:depth]
+            return [token if chance.random() < self.share else max(1, token) - 1 for token in right]
+
+        scheduler._speculation._propose = guess  # pyright: ignore
+
+
 def serve(
     runner: ModelRunner,
     requests: Iterable[EngineRequest],
@@ -70,10 +93,13 @@ def serve(
     max_num_batched_tokens: int = 512,
     enable_prefix_caching: bool = True,
     preemption_mode: PreemptionMode = PreemptionMode.RECOMPUTE,
+    preempt_every: int | None = None,
+    guesses: Guesses | None = None,
 ) -> dict[tuple[str, int], Answer]:
     """Run all requests together to their ends; the pool is checked after every step.
 
     num_blocks: of the scheduler's pool, at most the runner's; fewer forces preemption.
+    guesses: what is guessed ahead, instead of what the requests' texts suggest.
     """
     config = runner.config.scheduler_config(
         num_blocks or runner.num_blocks, num_host_blocks, runner.model_info.max_context
@@ -85,8 +111,13 @@ def serve(
         max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=enable_prefix_caching,
         preemption_mode=preemption_mode,
+        preempt_every=preempt_every or config.preempt_every,
     )
+    if guesses is not None:
+        config = replace(config, num_speculative_tokens=4)
     scheduler = Scheduler(config, IDENTITY, runner.model_info.eos_token_ids)
+    if guesses is not None:
+        guesses.replace_in(scheduler)
     for request in requests:
         scheduler.add_request(request, now=0.0)
     return drain(runner, scheduler)

@@ -53,6 +53,8 @@ class Totals:
             "kv_exhausted",
             "expired",
             "leases_refused",
+            "draft_tokens",
+            "accepted_tokens",
         ):
             self.counts[name] = self.counts.get(name, 0) + getattr(stats, name)
 
@@ -88,7 +90,11 @@ class Episode:
             write_back_blocks=chance.choice((0, 2, 8)),
             preempt_every=chance.choice((None, None, 3, 7)),
             hash_bits=chance.choice((128, 128, 8, 3)),
+            num_speculative_tokens=chance.choice((0, 1, 3, 6)),
+            prompt_lookup_min=chance.choice((1, 2)),
         )
+        if self.cluster.scheduler.config.num_speculative_tokens and chance.random() < 0.8:
+            self.cluster.guess_by_oracle(chance.choice((0.5, 0.9, 1.0)), seed)
         self.cluster.model.hold_copies = self.copies != "prompt"
         self.transfers = Transfers(self.cluster, chance)
         self.alive: list[EngineRequest] = []
@@ -150,7 +156,7 @@ class Episode:
     def _length(self) -> int:
         """Around a multiple of the block size more often than not."""
         chance = self.chance
-        if chance.random() < 0.6:
+        if chance.random() < 0.8:
             whole = chance.randrange(1, 6) * self.block_size
             return max(1, whole + chance.choice((-1, 0, 1)))
         return chance.randrange(1, max(2, self.capacity // 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -96,13 +97,15 @@ class FenceWatch:
     def launch(self, output: SchedulerOutput) -> None:
         for row in output.removed_rows.tolist():
             del self._tables[row]
+        for row, length in zip(output.cut_rows.tolist(), output.cut_lengths.tolist(), strict=True):
+            del self._tables[row][length:]
         held = {block for table in self._tables.values() for block in table}
         for new in output.new_rows:
             self._tables[new.row] = new.block_table.tolist()
-        for row, block in zip(output.table_rows.tolist(), output.table_blocks, strict=True):
-            self._tables[row].append(int(block))
         for row, block in zip(output.tail_rows.tolist(), output.tail_blocks, strict=True):
             self._tables[row][-1] = int(block)
+        for row, block in zip(output.table_rows.tolist(), output.table_blocks, strict=True):
+            self._tables[row].append(int(block))
         busy = set[int]().union(*self._touched.values())
         starts = output.num_computed_tokens.tolist()
         for row, start in zip(output.rows.tolist(), starts, strict=True):
@@ -144,6 +147,22 @@ class Cluster:
         self.steps: list[SchedulerOutput] = []
         self.in_flight: list[SchedulerOutput] = []
         self.fences = FenceWatch(settings.block_size)
+
+    def guess_by_oracle(self, share: float, seed: int = 0) -> None:
+        """Let drafts be what comes, but for a share of the tokens; behind an end anything."""
+        chance, oracles = random.Random(seed), dict[int, list[int]]()
+        batch = self.scheduler._batch
+
+        def guess(row: int, depth: int) -> list[int]:
+            sequence = batch.sequence(row)
+            if sequence.id not in oracles:
+                request = self.requests[sequence.request.key]
+                oracles[sequence.id] = self.oracle(request, sequence.index)
+            number = batch.num_known(row) - sequence.num_prompt_tokens
+            right = (oracles[sequence.id][number:] + [1] * depth)[:depth]
+            return [token if chance.random() < share else token + 1 for token in right]
+
+        self.scheduler._speculation._propose = guess
 
     def add(self, *args: object, **kwargs: object) -> EngineRequest:
         """Make a request and submit it."""

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from ..scheduler.config import AdmissionRule, PreemptionMode, SchedulerConfig
 from .faults import Faults
 
+SPECULATIVE_METHODS = ("off", "ngram")
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
@@ -24,6 +26,9 @@ class WorkerConfig:
     prefill_chunk: None = up to the step's budget.
     preemption_mode, admission_rule, watermark, max_num_waiting: what happens when blocks run out;
         see `SchedulerConfig`.
+    speculative: "off", or "ngram": guess from what a sequence has said before, up to
+        num_speculative_tokens ahead, where prompt_lookup_min to prompt_lookup_max of its last
+        tokens stood before. Answers are the same, sooner where text repeats itself.
     deterministic: logits do not depend on batch, chunk or row count.
     num_threads: None = torch's default.
     overlap_steps: schedule a step while the one before it runs; None = on a GPU only, since on
@@ -50,6 +55,10 @@ class WorkerConfig:
     admission_rule: AdmissionRule = AdmissionRule.KNOWN_LENGTH
     watermark: float = 0.01
     max_num_waiting: int | None = None
+    speculative: str = "off"
+    num_speculative_tokens: int = 5
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 5
     deterministic: bool = False
     num_threads: int | None = None
     overlap_steps: bool | None = None
@@ -68,10 +77,13 @@ class WorkerConfig:
             "prefill_chunk",
             "max_num_waiting",
             "num_threads",
+            "num_speculative_tokens",
         ):
             value: int | None = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, is {value}")
+        if self.speculative not in SPECULATIVE_METHODS:
+            raise ValueError(f"speculative must be off or ngram, is {self.speculative!r}")
         if self.memory_fraction is not None and not 0.0 < self.memory_fraction <= 1.0:
             raise ValueError(f"memory_fraction must be in (0, 1], is {self.memory_fraction}")
         if self.host_memory < 0:
@@ -96,6 +108,9 @@ class WorkerConfig:
             admission_rule=self.admission_rule,
             watermark=self.watermark,
             max_num_waiting=self.max_num_waiting,
+            num_speculative_tokens=0 if self.speculative == "off" else self.num_speculative_tokens,
+            prompt_lookup_min=self.prompt_lookup_min,
+            prompt_lookup_max=self.prompt_lookup_max,
             preempt_every=self.faults.preempt_every,
             hash_bits=self.faults.hash_bits,
         )

@@ -169,16 +169,32 @@ class InputBatch:
         """The deltas of one step, in the order that `SchedulerOutput` promises."""
         for new in output.new_rows:
             self._set_row(new)
-        if len(output.table_rows) > 0:
-            self._append_blocks(output.table_rows, output.table_blocks)
+        if len(output.cut_rows) > 0:
+            self.num_blocks[output.cut_rows] = output.cut_lengths
         if len(output.tail_rows) > 0:
             last = self.num_blocks[output.tail_rows] - 1
             self.block_tables[output.tail_rows, last] = output.tail_blocks
+        if len(output.table_rows) > 0:
+            self._append_blocks(output.table_rows, output.table_blocks)
+        if output.draft_token_ids is not None:
+            self._place_drafts(output.rows, output.draft_token_ids)
 
-    def append_tokens(self, rows: Int32Array, token_ids: Int32Array) -> None:
-        """One sampled token for each of the rows, all different."""
-        self.tokens[rows, self.num_tokens[rows]] = token_ids
-        self.num_tokens[rows] += 1
+    def append_tokens(
+        self, rows: Int32Array, token_ids: Int32Array, offsets: Int64Array | None = None
+    ) -> None:
+        """One sampled token for each of the rows, all different.
+
+        offsets: where rows with guesses stand several times, how far behind the row's next place
+        each token belongs; -1 among `token_ids` then stands for nothing.
+        """
+        if offsets is None:
+            self.tokens[rows, self.num_tokens[rows]] = token_ids
+            self.num_tokens[rows] += 1
+            return
+        counts = token_ids >= 0
+        rows = rows[counts]
+        self.tokens[rows, self.num_tokens[rows] + offsets[counts]] = token_ids[counts]
+        np.add.at(self.num_tokens, rows, 1)
 
     def prepare(self, output: SchedulerOutput) -> StepInput:
         """The step on the device; see `lay_out`."""
@@ -266,6 +282,12 @@ class InputBatch:
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.num_blocks[row] = num_blocks
         self.sampling.set(new, self._eos_token_ids)
+
+    def _place_drafts(self, rows: Int32Array, drafts: Int32Array) -> None:
+        """Guesses stand behind a row's tokens, where they are no part of it yet."""
+        entries, offsets = np.nonzero(drafts >= 0)
+        drafted = rows[entries]
+        self.tokens[drafted, self.num_tokens[drafted] + offsets] = drafts[entries, offsets]
 
     def _append_blocks(self, rows: Int32Array, blocks: Int32Array) -> None:
         """A row may stand several times; its blocks are appended in the order given."""

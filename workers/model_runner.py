@@ -31,6 +31,7 @@ from ..scheduler.output import (
 )
 from .block_storage import BlockLayout, BlockStorage
 from .config import WorkerConfig
+from .drafts import DraftSamples
 from .grammar import GrammarTokenizer
 from .heap import unfragmented_heap
 from .input_batch import InputBatch
@@ -181,7 +182,6 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """One step, in the order that `SchedulerOutput` promises."""
-        assert output.draft_token_ids is None, "drafts are not computed by this runner"
         started = time.perf_counter()
         self.batch.apply(output)
         self.storage.take_fresh(output)
@@ -195,9 +195,11 @@ class ModelRunner:
         """Copies between the tiers that ended since the last step or poll."""
         return self.storage.poll()
 
-    def append_sampled(self, rows: Int32Array, token_ids: Int32Array) -> None:
+    def append_sampled(self, output: SchedulerOutput, token_ids: Int32Array) -> None:
         """On ranks other than the leader: what it chose in the step that was executed last."""
-        self.batch.append_tokens(rows, token_ids)
+        drafts = DraftSamples.of(output)
+        offsets = None if drafts is None else drafts.offsets
+        self.batch.append_tokens(output.sample_rows, token_ids, offsets)
 
     def close(self) -> None:
         """Stop the copy thread and leave the other ranks."""
@@ -240,12 +242,13 @@ class ModelRunner:
     def _compute(self, output: SchedulerOutput, started: float) -> ModelRunnerOutput:
         step = self.batch.prepare(output)
         reports = prompt_reports(output, self.batch)
-        wanted = WantedRows.of(output, reports)
+        drafts = DraftSamples.of(output)
+        wanted = WantedRows.of(output, reports, drafts)
         rows = None
         if not wanted.is_everything(len(step.token_ids)):
             rows = torch.from_numpy(wanted.rows).to(self._device)
         hidden = self.decoder.forward(step.token_ids, self.storage.layers, step.metadata, rows)
-        samples = self._sample(output, hidden, wanted)
+        samples = self._sample(output, hidden, wanted, drafts)
         prompt_logprobs = self._prompt_logprobs(reports, hidden[wanted.num_sampled :])
         self.storage.check_guard()
         return ModelRunnerOutput(
@@ -259,7 +262,13 @@ class ModelRunner:
             elapsed_s=time.perf_counter() - started,
         )
 
-    def _sample(self, output: SchedulerOutput, hidden: Tensor, wanted: WantedRows) -> Samples:
+    def _sample(
+        self,
+        output: SchedulerOutput,
+        hidden: Tensor,
+        wanted: WantedRows,
+        drafts: DraftSamples | None,
+    ) -> Samples:
         """Choose a token for each of `sample_rows` and append it there."""
         rows = output.sample_rows
         if len(rows) == 0:
@@ -269,8 +278,9 @@ class ModelRunner:
             return Samples(np.empty(0, dtype=np.int32))
         if wanted.expand is not None:
             logits = logits[torch.from_numpy(wanted.expand).to(self._device)]
-        samples = self._sampler.sample(logits, rows)
-        self.batch.append_tokens(rows, samples.token_ids)
+        samples = self._sampler.sample(logits, rows, drafts)
+        offsets = None if drafts is None else drafts.offsets
+        self.batch.append_tokens(rows, samples.token_ids, offsets)
         return samples
 
     def _prompt_logprobs(

@@ -4,11 +4,10 @@ Knows the group and the model runner; decides nothing, and knows no request and 
 """
 # pyright: reportUnknownMemberType=false
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..scheduler.output import CopyDone, Int32Array
+from ..scheduler.output import CopyDone, Int32Array, SchedulerOutput
 from .model_runner import ModelRunner
 from .step_codec import StepKind, StepMessage, decode_step
 
@@ -53,7 +52,7 @@ class RankLoop:
         self._runner = runner
         self._messages = runner.ranks.messages
         self._copies = CopyStates()
-        self._sampled_rows = np.empty(0, dtype=np.int32)
+        self._previous = SchedulerOutput(step=0)
 
     def run(self) -> None:
         """Obey until STOP."""
@@ -71,9 +70,9 @@ class RankLoop:
         if message.output is None:
             self._copies.add(self._runner.poll_copies())
         else:
-            self._runner.append_sampled(self._sampled_rows, message.previous_tokens)
+            self._runner.append_sampled(self._previous, message.previous_tokens)
             result = self._runner.execute(message.output)
-            self._sampled_rows = message.output.sample_rows
+            self._previous = message.output
             self._copies.add(result.copies_done)
         if len(message.copy_jobs) > 0:
             self._messages.gather(self._copies.report(message.copy_jobs), 0)

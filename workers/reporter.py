@@ -321,6 +321,8 @@ def _counters(stats: SchedulerStats) -> ReplicaCounters:
         queue_full=stats.queue_full,
         leases_refused=stats.leases_refused,
         kv_exhausted=stats.kv_exhausted,
+        draft_tokens=stats.draft_tokens,
+        accepted_tokens=stats.accepted_tokens,
     )
 
 

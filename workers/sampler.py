@@ -16,6 +16,7 @@ from torch import Tensor
 from ..kernels import sampling as kernels
 from ..protos.messages import TokenLogprobs
 from ..scheduler.output import BeamCandidates, Int32Array
+from .drafts import DraftSamples
 from .grammar import GrammarError, GrammarTokenizer
 from .input_batch import InputBatch, Int64Array
 
@@ -47,23 +48,35 @@ class Sampler:
         self._batch = batch
         self._grammar_tokenizer = grammar_tokenizer
 
-    def sample(self, logits: Tensor, rows: Int32Array) -> Samples:
+    def sample(
+        self, logits: Tensor, rows: Int32Array, drafts: DraftSamples | None = None
+    ) -> Samples:
         """logits: float32 [n, vocab], may be overwritten; rows: int32 [n], whose parameters,
-        tokens and seed choose."""
+        tokens and seed choose; drafts: which of them lie behind a row's guesses.
+
+        Samples behind a wrong guess are -1, and nothing else is told of them.
+        """
         params = self._batch.sampling
+        lengths = self._batch.num_tokens[rows]
+        if drafts is not None:
+            lengths += drafts.offsets
         is_special = bool(params.is_special[rows].any())
         raw = logits.clone() if is_special and self._wants_logprobs(rows) else logits
         if is_special:
             self._normalise_beams(logits, rows)
-            self._adjust(logits, rows)
+            self._adjust(logits, rows, lengths)
         best, finite = kernels.greedy(logits)
         token_ids, is_finite = best.cpu().numpy(), finite.cpu().numpy()
         failed = () if is_finite.all() else tuple(np.flatnonzero(~is_finite).tolist())
         drawn = np.flatnonzero(params.is_random[rows] & is_finite)
         if len(drawn) > 0:
-            token_ids[drawn] = self._draw(logits, rows, drawn)
+            token_ids[drawn] = self._draw(logits, rows, lengths, drawn)
         if failed:
             token_ids[~is_finite] = 0
+        if drafts is not None:
+            counts = drafts.counting(token_ids.astype(np.int32))
+            token_ids[~counts] = -1
+            failed = tuple(entry for entry in failed if counts[entry])
         logprobs = self._logprobs(raw, rows, token_ids, failed) if is_special else {}
         candidates = self._candidates(logits, rows, failed) if is_special else {}
         return Samples(token_ids.astype(np.int32), logprobs, failed, candidates)
@@ -79,20 +92,23 @@ class Sampler:
             for entry in [entry for entry, row in enumerate(rows.tolist()) if row in beams]:
                 logits[entry] = logits[entry].log_softmax(dim=-1)
 
-    def _adjust(self, logits: Tensor, rows: Int32Array) -> None:
-        """Penalties, bias, and no end before min_tokens, in place."""
+    def _adjust(self, logits: Tensor, rows: Int32Array, lengths: Int64Array) -> None:
+        """Penalties, bias, and no end before min_tokens, in place. lengths: tokens before each."""
         params = self._batch.sampling
         penalised = np.flatnonzero(params.is_penalised[rows])
         if len(penalised) > 0:
-            self._penalise(logits, rows, penalised)
-        for entry, row in enumerate(rows.tolist()):
+            self._penalise(logits, rows, lengths, penalised)
+        num_outputs = lengths - self._batch.num_prompt_tokens[rows]
+        for entry, (row, num_output) in enumerate(
+            zip(rows.tolist(), num_outputs.tolist(), strict=True)
+        ):
             if row in params.logit_bias:
                 token_ids, values = (torch.from_numpy(a) for a in params.logit_bias[row])
                 entries = torch.full_like(token_ids, entry).to(logits.device)
                 kernels.add_bias(
                     logits, entries, token_ids.to(logits.device), values.to(logits.device)
                 )
-            if row in params.forbidden_ids and self._num_output(row) < params.min_tokens[row]:
+            if row in params.forbidden_ids and num_output < params.min_tokens[row]:
                 forbidden = torch.from_numpy(params.forbidden_ids[row]).to(logits.device)
                 kernels.forbid(logits, torch.full_like(forbidden, entry), forbidden)
             if row in params.grammars:
@@ -116,13 +132,12 @@ class Sampler:
             logits.masked_fill_(allowed, 0.0)
         logits.masked_fill_(~allowed, float("-inf"))
 
-    def _num_output(self, row: int) -> int:
-        return int(self._batch.num_tokens[row] - self._batch.num_prompt_tokens[row])
-
-    def _penalise(self, logits: Tensor, rows: Int32Array, entries: Int64Array) -> None:
+    def _penalise(
+        self, logits: Tensor, rows: Int32Array, lengths: Int64Array, entries: Int64Array
+    ) -> None:
         batch, params, device = self._batch, self._batch.sampling, logits.device
         chosen = rows[entries]
-        lens = batch.num_tokens[chosen]
+        lens = lengths[entries]
         tokens = batch.tokens[chosen, : int(lens.max())].astype(np.int64)
         index = torch.from_numpy(entries).to(device)
         part = logits if len(entries) == len(logits) else logits[index]
@@ -140,12 +155,14 @@ class Sampler:
         if part is not logits:
             logits[index] = part
 
-    def _draw(self, logits: Tensor, rows: Int32Array, entries: Int64Array) -> Int64Array:
+    def _draw(
+        self, logits: Tensor, rows: Int32Array, lengths: Int64Array, entries: Int64Array
+    ) -> Int64Array:
         """One id for each of the entries."""
         params, device = self._batch.sampling, logits.device
         chosen = rows[entries]
         uniforms = kernels.uniforms(
-            params.seed[chosen], params.sample_index[chosen], self._batch.num_tokens[chosen]
+            params.seed[chosen], params.sample_index[chosen], lengths[entries]
         )
         drawn = kernels.sample(
             logits if len(entries) == len(logits) else logits[torch.from_numpy(entries).to(device)],
@@ -166,7 +183,7 @@ class Sampler:
         entries = [
             entry
             for entry, row in enumerate(rows.tolist())
-            if row in wanted and entry not in failed
+            if row in wanted and entry not in failed and token_ids[entry] >= 0
         ]
         if not entries:
             return {}

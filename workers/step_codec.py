@@ -58,6 +58,8 @@ _ARRAYS = (
     "sample_entries",
     "sample_rows",
     "removed_rows",
+    "cut_rows",
+    "cut_lengths",
     "table_rows",
     "table_blocks",
     "tail_rows",

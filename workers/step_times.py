@@ -28,7 +28,10 @@ class StepTimes:
         """Learn from one step that took `elapsed_s` on the device."""
         if elapsed_s > 0.0:
             self._recent.append(elapsed_s)
-        is_decode = output.num_scheduled_tokens.size > 0 and output.num_scheduled_tokens.max() == 1
+        counts = output.num_scheduled_tokens
+        if output.draft_token_ids is not None:
+            counts = counts - output.num_draft_tokens
+        is_decode = counts.size > 0 and counts.max() == 1
         if not is_decode or elapsed_s <= 0.0:
             return
         # the first sample counts whole: nothing was known before it

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..scheduler.output import SchedulerOutput
+from .drafts import DraftSamples
 from .input_batch import InputBatch, Int64Array
 
 
@@ -35,10 +36,19 @@ class WantedRows:
     expand: Int64Array | None
 
     @classmethod
-    def of(cls, output: SchedulerOutput, reports: list[PromptReport]) -> "WantedRows":
+    def of(
+        cls,
+        output: SchedulerOutput,
+        reports: list[PromptReport],
+        drafts: DraftSamples | None = None,
+    ) -> "WantedRows":
         """The rows of one step."""
         last = output.num_scheduled_tokens.cumsum(dtype=np.int64) - 1
-        sampled = last[output.sample_entries]
+        if drafts is None:
+            sampled = last[output.sample_entries]
+        else:
+            last -= output.num_draft_tokens
+            sampled = last[output.sample_entries] + drafts.offsets
         expand = None
         if len(sampled) > 1 and not (sampled[1:] > sampled[:-1]).all():
             sampled, expand = np.unique(sampled, return_inverse=True)

@@ -61,9 +61,11 @@ def reuse_a_fenced_block() -> AbstractContextManager[object]:
 def drop_a_copy_on_write() -> AbstractContextManager[object]:
     launch = StepPlan.launch
 
-    def planted(self: StepPlan, batch: RunningBatch, removed_rows: list[int]) -> StepRecord:
+    def planted(
+        self: StepPlan, batch: RunningBatch, removed_rows: list[int], cut_rows: dict[int, int]
+    ) -> StepRecord:
         self.device_copies = self.device_copies[1:]
-        return launch(self, batch, removed_rows)
+        return launch(self, batch, removed_rows, cut_rows)
 
     return patch.object(StepPlan, "launch", planted)
 
@@ -115,6 +117,40 @@ def reuse_the_source_of_an_open_copy() -> AbstractContextManager[object]:
     return patch.object(BlockPool, "_settle", planted)
 
 
+def publish_a_wrong_guess() -> AbstractContextManager[object]:
+    take_run = StepResults._take_run
+
+    def planted(
+        self: StepResults,
+        sequence: object,
+        row: int,
+        tokens: list[int],
+        num_drafts: int,
+        *others: object,
+    ) -> None:
+        batch, manager = self._batch, self._books.manager
+        end = int(batch.num_computed[row]) + num_drafts
+        if batch.sequence_ids[row] == sequence.id and end >= batch.next_publish[row]:
+            known = batch.num_known(row)
+            batch.token_ids[row, known : known + len(tokens)] = tokens
+            manager.publish(row, min(end, int(batch.capacity[row])))
+        take_run(self, sequence, row, tokens, num_drafts, *others)
+
+    return patch.object(StepResults, "_take_run", planted)
+
+
+def keep_a_wrong_guess_in_the_count() -> AbstractContextManager[object]:
+    accept = RunningBatch.accept
+
+    def planted(self: RunningBatch, row: int, tokens: list[int]) -> None:
+        num_drafts = int(self.num_drafts[row])
+        accept(self, row, tokens)
+        if num_drafts > len(tokens):
+            self.num_computed[row] += 1
+
+    return patch.object(RunningBatch, "accept", planted)
+
+
 BUGS: tuple[Callable[[], AbstractContextManager[object]], ...] = (
     skip_a_reference_decrement,
     publish_a_hash_early,
@@ -126,6 +162,8 @@ BUGS: tuple[Callable[[], AbstractContextManager[object]], ...] = (
     lose_the_token_in_flight,
     serve_a_hit_on_the_hash_alone,
     reuse_the_source_of_an_open_copy,
+    publish_a_wrong_guess,
+    keep_a_wrong_guess_in_the_count,
 )
 
 

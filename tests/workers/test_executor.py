@@ -78,8 +78,8 @@ class ScriptedRunner:
         done, self.copies = tuple(self.copies), []
         return done
 
-    def append_sampled(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
-        self.appended.append((rows.tolist(), token_ids.tolist()))
+    def append_sampled(self, output: SchedulerOutput, token_ids: np.ndarray) -> None:
+        self.appended.append((output.sample_rows.tolist(), token_ids.tolist()))
 
     def close(self) -> None:
         self.ranks.close()

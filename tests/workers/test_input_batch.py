@@ -81,7 +81,39 @@ def test_a_tail_may_be_replaced_in_the_step_that_appends() -> None:
             tail_blocks=ids(9),
         )
     )
-    assert batch.block_tables[0, :2].tolist() == [5, 9]
+    assert batch.block_tables[0, :2].tolist() == [9, 8]
+
+
+def test_a_table_is_cut_before_it_grows_again() -> None:
+    batch = make_batch()
+    batch.apply(SchedulerOutput(step=1, new_rows=(new_row(0, [1], [5, 6, 7]),)))
+    batch.apply(
+        SchedulerOutput(
+            step=2, cut_rows=ids(0), cut_lengths=ids(1), table_rows=ids(0), table_blocks=ids(8)
+        )
+    )
+    assert batch.num_blocks[0] == 2 and batch.block_tables[0, :2].tolist() == [5, 8]
+
+
+def test_guesses_are_computed_and_only_the_right_ones_stay() -> None:
+    batch = make_batch()
+    rows = (new_row(0, [1, 2], [5]), new_row(1, [3, 4, 5], [6]))
+    output = SchedulerOutput(
+        step=1,
+        rows=ids(1, 0),
+        num_scheduled_tokens=ids(1, 3),
+        num_computed_tokens=ids(2, 1),
+        sample_entries=ids(0, 1, 1, 1),
+        sample_rows=ids(1, 0, 0, 0),
+        new_rows=rows,
+        draft_token_ids=np.array([[-1, -1], [8, 9]], dtype=np.int32),
+    )
+    batch.apply(output)
+    assert batch.prepare(output).token_ids.tolist() == [5, 2, 8, 9]
+    assert batch.num_tokens[:2].tolist() == [2, 3]
+    batch.append_tokens(output.sample_rows, ids(7, 8, 6, -1), np.array([0, 0, 1, 2]))
+    assert batch.num_tokens[:2].tolist() == [4, 4]
+    assert batch.tokens[0, :4].tolist() == [1, 2, 8, 6] and batch.tokens[1, 3] == 7
 
 
 def test_a_reused_row_forgets_what_stood_there() -> None:

@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 from factories import make_llama
-from model_driver import IDENTITY, Answer, collect, load_runner, make_request, random_prompt
+from model_driver import (
+    IDENTITY,
+    Answer,
+    Guesses,
+    collect,
+    load_runner,
+    make_request,
+    random_prompt,
+)
 
 from pagefleet.protos.messages import EngineRequest, FinishReason, SamplingParams
 from pagefleet.scheduler.config import PreemptionMode, SchedulerConfig
@@ -72,6 +80,7 @@ def random_config(choose: random.Random, runner: ModelRunner) -> SchedulerConfig
         enable_prefix_caching=choose.random() < 0.7,
         preemption_mode=mode,
         preempt_every=choose.choice([None, 5]),
+        num_speculative_tokens=choose.choice([0, 1, 4]),
     )
 
 
@@ -81,9 +90,12 @@ def run(
     requests: list[EngineRequest],
     choose: random.Random,
     cancel_rate: float = 0.02,
+    guesses: Guesses | None = None,
 ) -> tuple[dict[tuple[str, int], Answer], set[str]]:
     """Requests arrive between steps and some are cancelled; returns answers and who was."""
     scheduler = Scheduler(config, IDENTITY, runner.model_info.eos_token_ids)
+    if guesses is not None and config.num_speculative_tokens:
+        guesses.replace_in(scheduler)
     answers: dict[tuple[str, int], Answer] = {}
     cancelled: set[str] = set()
     waiting = list(requests)
@@ -131,7 +143,8 @@ def test_whatever_happens_each_sample_says_what_it_says_alone(
             alone |= run(runner, loose, [single], choose, cancel_rate=0.0)[0]
     for _ in range(6):
         config = random_config(choose, runner)
-        answers, cancelled = run(runner, config, requests, choose)
+        guesses = Guesses(alone, 0.8, choose.getrandbits(30))
+        answers, cancelled = run(runner, config, requests, choose, guesses=guesses)
         for key, expected in alone.items():
             if key[0] in cancelled:
                 continue

@@ -48,6 +48,8 @@ OUTPUT = SchedulerOutput(
         NewRow(1, 11, ints(*range(7)), 6, ints(5), SAMPLING, 1),
         NewRow(2, 12, ints(), 0, ints(5, 6), SamplingParams(seed=1), 2),
     ),
+    cut_rows=ints(4, 1),
+    cut_lengths=ints(2, 3),
     table_rows=ints(4, 4),
     table_blocks=ints(20, 21),
     tail_rows=ints(4),

@@ -9,7 +9,7 @@ import model_ranks as programs
 import pytest
 import torch
 from factories import LlamaShape, convert_stories260k, find_stories260k, make_llama
-from model_driver import GREEDY, Answer, load_runner, make_request, random_prompt, serve
+from model_driver import GREEDY, Answer, Guesses, load_runner, make_request, random_prompt, serve
 from rank_processes import Died, RankProcesses
 from transformers import AutoModelForCausalLM
 
@@ -94,7 +94,7 @@ def test_logits_of_a_trained_model_equal_transformers(
     )
 
 
-def test_faults_on_every_rank_change_no_answer(
+def test_faults_and_guesses_on_every_rank_change_no_answer(
     processes: RankProcesses, name: str, tmp_path: Path
 ) -> None:
     folder = make_llama(tmp_path / "model", num_heads=8, num_kv_heads=4, head_dim=8)
@@ -102,14 +102,16 @@ def test_faults_on_every_rank_change_no_answer(
     requests.append(make_request("beams", random_prompt(21, 131, 9), BEAMS))
     faults = Faults(preempt_every=4, late_copies=True, nan_fill=True, guard_block=True)
     settings = {"host_memory": 2**19, "block_size": 4, "faults": faults}
-    swapping = {
+    swapping: dict[str, object] = {
         "num_blocks": 40,
         "num_host_blocks": 60,
         "preemption_mode": PreemptionMode.SWAP,
     }
     program = (programs.answers_to, 2, folder, name, KERNELS, requests, settings, swapping)
+    plain = serve(load_runner(folder, block_size=4), requests)
+    swapping["guesses"] = Guesses(plain, 0.7)
     found = leaders(processes.run(*program))
-    assert tokens(found) == tokens(serve(load_runner(folder, block_size=4), requests))
+    assert tokens(found) == tokens(plain)
     assert sum(answer.usage.preemptions for answer in found.values()) > 0
 
 
