@@ -114,6 +114,7 @@ function askForKey(problem) {
 byId("key-form").addEventListener("submit", () => {
   sessionStorage.setItem(KEY, byId("key").value.trim());
   byId("key").value = "";
+  byId("key-problem").textContent = "";
   byId("forget").textContent = "Forget key";
   tell("", "connecting");
   follow();

@@ -11,7 +11,7 @@ const CHARTS = [
     values: (update) => [update.rates.ttft_p50_s, update.rates.ttft_p99_s],
   },
   {
-    title: "Output tokens per second", lines: ["all clients of this gateway"], colour: "shared",
+    title: "Output tokens per second", lines: ["all clients of this gateway"], colour: "shared", least: 10,
     format: short, values: (update) => [update.rates.tokens_per_s],
   },
   {
@@ -49,7 +49,7 @@ export class Charts {
     const rest = chart.lines.length > 1
       ? chart.lines.slice(1).map((name, i) => `${name} ${chart.format(now[i + 1])}`).join(", ")
       : "";
-    const note = chart.lines.length > 1 ? `${chart.lines[0]}   ${rest} (dashed)` : chart.lines[0];
+    const note = chart.lines.length > 1 ? `${chart.lines[0]} · ${rest} (dashed)` : chart.lines[0];
     chart.value.replaceChildren(chart.format(now[0]), el("small", {}, note));
     const known = chart.points.map((point) => point[0]).filter((value) => value !== null);
     const range = known.length
@@ -66,7 +66,7 @@ export class Charts {
     const [width, height] = [chart.canvas.clientWidth, 84];
     const context = sized(chart.canvas, width, height);
     const values = chart.points.flat().filter((value) => value !== null);
-    const most = chart.most ?? niceTop(Math.max(0, ...values));
+    const most = chart.most ?? niceTop(Math.max(chart.least ?? 0, ...values));
     const [left, right, top, bottom] = [0, width - 44, 6, height - 8];
     const x = (index) => right - ((chart.points.length - 1 - index) * (right - left)) / (MAX_POINTS - 1);
     const y = (value) => bottom - ((bottom - top) * Math.min(value, most)) / (most || 1);

@@ -101,10 +101,12 @@ export class Decisions {
   }
 
   costs(decision) {
-    const columns = [{ title: "ms when it asked", value: (row) => row.replica_id }];
-    for (const [field, title] of TERMS) columns.push(number(title, (row) => row[field].toFixed(1)));
-    const chosen = decision.replica_id ? "The chosen replica and the best other one" : "The best replica";
-    return el("div", { class: "costs scroll" }, table(chosen, columns, decision.replicas));
+    const columns = [
+      { title: "ms when it asked", value: ([, title]) => title },
+      ...decision.replicas.map((replica) => number(replica.replica_id, ([field]) => replica[field].toFixed(1))),
+    ];
+    const chosen = decision.replica_id ? "The chosen replica, and the best other one" : "The best replica";
+    return el("div", { class: "costs" }, table(chosen, columns, TERMS));
   }
 }
 
@@ -135,11 +137,11 @@ function prefixNode(node, most) {
   bar.dataset.where = node.num_device_replicas ? "device" : node.num_host_replicas ? "host" : "nowhere";
   const places = [];
   if (node.num_device_replicas) places.push(`on ${replicas(node.num_device_replicas)}`);
-  if (node.num_host_replicas) places.push(`in host memory of ${replicas(node.num_host_replicas)}`);
+  if (node.num_host_replicas) places.push(`host memory of ${replicas(node.num_host_replicas)}`);
   return el("span", { class: "node" }, bar,
     el("span", {}, `${whole(node.num_tokens)} tokens`),
     el("span", {}, `${whole(node.num_requests)} ${node.num_requests === 1 ? "request" : "requests"}`),
-    el("span", { class: "dim" }, places.join(", ") || "nowhere now"),
+    el("span", { class: "dim place" }, places.join(", ") || "nowhere now"),
     el("span", { class: "mono dim", title: "begin of its route hash" }, node.label));
 }
 

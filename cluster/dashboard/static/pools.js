@@ -322,7 +322,7 @@ export class Pools {
     const found = runs(map.cells, map.numBlocks);
     const more = found.length > MAX_RUNS ? `, the first ${MAX_RUNS} of ${found.length} runs` : "";
     return table(`${map.replica} ${map.tier}: runs of blocks${more}`, [
-      { title: "blocks", value: (run) => `${whole(run.first)} – ${whole(run.last)}` },
+      { title: "blocks", value: (run) => `${whole(run.first)} to ${whole(run.last)}` },
       { title: "mostly", value: (run) => STATES[run.state].name },
       { title: "how many of them", value: (run) => share(run.level), number: true },
     ], found.slice(0, MAX_RUNS));
