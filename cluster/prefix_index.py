@@ -16,7 +16,14 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..protos.messages import RouteEvents
+
+IntArray = NDArray[np.int64]
+
+_FEW_BITS = 8  # so many are written one by one
 
 
 class Tier(IntEnum):
@@ -193,19 +200,19 @@ class PrefixIndex:
 
     def device_depths(
         self, hashes: Sequence[bytes], alive: int, *, speculative: bool = True
-    ) -> list[int]:
+    ) -> IntArray:
         """How many leading hashes each slot holds on its device; 0 for slots outside `alive`."""
         held, coming = self._device.masks.get, self._claimed.get
         if not speculative or not self._claimed:
             return self._walk(hashes, alive, (held(h, 0) for h in hashes))
         return self._walk(hashes, alive, (held(h, 0) | coming(h, 0) for h in hashes))
 
-    def pinned_depths(self, hashes: Sequence[bytes], alive: int) -> list[int]:
+    def pinned_depths(self, hashes: Sequence[bytes], alive: int) -> IntArray:
         """How many leading hashes are resident on each slot and in use by a prompt under lease."""
         held, claimed = self._device.masks.get, self._claimed.get
         return self._walk(hashes, alive, (held(h, 0) & claimed(h, 0) for h in hashes))
 
-    def reach(self, hashes: Sequence[bytes], alive: int) -> list[int] | None:
+    def reach(self, hashes: Sequence[bytes], alive: int) -> IntArray | None:
         """Leading hashes held on either tier; None when no host tier holds anything."""
         if not self._host.masks:
             return None
@@ -277,16 +284,25 @@ class PrefixIndex:
         if watchers is not None:
             self._touched |= watchers
 
-    def _walk(self, hashes: Sequence[bytes], alive: int, masks: Iterable[int]) -> list[int]:
-        depths = [0] * len(self._claims)
+    def _walk(self, hashes: Sequence[bytes], alive: int, masks: Iterable[int]) -> IntArray:
+        depths = np.zeros(len(self._claims), dtype=np.int64)
         for depth, mask in enumerate(masks):
             if mask & alive != alive:
                 if depth:  # slots that lack the first hash keep their 0
-                    for slot in bits(alive & ~mask):
-                        depths[slot] = depth
+                    _assign(depths, alive & ~mask, depth)
                 alive &= mask
                 if not alive:
                     return depths
-        for slot in bits(alive):
-            depths[slot] = len(hashes)
+        _assign(depths, alive, len(hashes))
         return depths
+
+
+def _assign(values: IntArray, mask: int, value: int) -> None:
+    """Write `value` at the positions of the set bits."""
+    if mask.bit_count() <= _FEW_BITS:
+        for place in bits(mask):
+            values[place] = value
+    else:
+        count = len(values)
+        packed = np.frombuffer(mask.to_bytes((count + 7) // 8, "little"), dtype=np.uint8)
+        values[np.unpackbits(packed, count=count, bitorder="little").view(np.bool_)] = value

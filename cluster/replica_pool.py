@@ -41,7 +41,7 @@ class ReplicaPool:
         self._speculative = speculative
         self._free_slots: list[int] = []
         self._alive = 0
-        self._tokens_at = [0]
+        self._tokens_at: FloatArray = np.zeros(1)
         self.max_context = 0
         self.max_num_blocks = 0
 
@@ -114,18 +114,17 @@ class ReplicaPool:
         """Prompt tokens resident per slot: on the device, and further ones on the host tier."""
         depths = self.index.device_depths(route_hashes, self._alive, speculative=self._speculative)
         tokens_at = self._token_counts(len(route_hashes))
-        device = np.array([tokens_at[depth] for depth in depths], dtype=np.float64)
+        device = tokens_at[depths]
         reach = self.index.reach(route_hashes, self._alive)
         if reach is None:
             return device, None
-        return device, np.array([tokens_at[depth] for depth in reach], dtype=np.float64) - device
+        return device, tokens_at[reach] - device
 
     def shared_blocks(self, route_hashes: Sequence[bytes]) -> IntArray:
         """Leading blocks per slot that running prompts hold: to share them costs nothing."""
         depths = self.index.pinned_depths(route_hashes, self._alive)
-        tokens_at = self._token_counts(len(route_hashes))
-        blocks = [tokens_at[depth] // self.block_size for depth in depths]
-        return np.array(blocks, dtype=np.int64)
+        tokens = self._token_counts(len(route_hashes))[depths]
+        return tokens.astype(np.int64) // self.block_size
 
     def statuses(self, now: float) -> list[ReplicaStatus]:
         """One per replica."""
@@ -194,11 +193,11 @@ class ReplicaPool:
                 self.index.unclaim(record.slot, record.claimed)
                 record.claimed = ()
 
-    def _token_counts(self, depth: int) -> list[int]:
+    def _token_counts(self, depth: int) -> FloatArray:
         """Tokens covered by the first k route hashes, for k up to `depth`."""
-        stride = stride_blocks(self.block_size)
-        while len(self._tokens_at) <= depth:
-            last = self._tokens_at[-1]
-            step = 1 if len(self._tokens_at) <= stride else stride
-            self._tokens_at.append(last + step * self.block_size)
+        if depth >= len(self._tokens_at):
+            stride = stride_blocks(self.block_size)
+            counts = np.arange(2 * depth + 1)
+            blocks = np.where(counts <= stride, counts, (counts - stride + 1) * stride)
+            self._tokens_at = blocks * float(self.block_size)
         return self._tokens_at
