@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .metadata import AttentionMetadata, HostLayout
+from .quantized_weight import QuantizedWeight
 from .sampling import DrawParams
 
 
@@ -21,6 +22,11 @@ class LinearWeight(Protocol):
 
     @property
     def in_features(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the weight takes."""
+        ...
 
 
 class KernelBackend(Protocol):
@@ -35,6 +41,11 @@ class KernelBackend(Protocol):
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
         """Take weight [out, in] (and bias [out]) once, at load. The caller drops its own copy."""
+        ...
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> LinearWeight:
+        """The same of a weight of small integers, kept as they are where the backend can. Needs
+        `weight.is_packable`."""
         ...
 
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:

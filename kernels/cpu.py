@@ -24,11 +24,13 @@ from torch import Tensor
 
 from .backend import LinearWeight
 from .metadata import AttentionMetadata
+from .quantized_weight import QuantizedWeight
 from .reference import ReferenceBackend
 from .sampling import DrawParams
 
 _LIBRARY_PATH = Path(__file__).with_name("_cpu.so")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_CODES = {8: 2, 4: 3}  # by bits
 
 
 class _PackArgs(ctypes.Structure):
@@ -39,10 +41,19 @@ class _PackArgs(ctypes.Structure):
     )
 
 
+class _CodesArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("codes", "scale", "zero")),
+        *((name, c_void_p) for name in ("packed", "packed_scale", "packed_zero")),
+        *((name, c_int64) for name in ("out_features", "in_features", "group")),
+        *((name, c_int32) for name in ("packed_dtype", "threads")),
+    )
+
+
 class _LinearArgs(ctypes.Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("x", "packed", "scale", "bias", "out")),
-        *((name, c_int64) for name in ("rows", "out_features", "in_features")),
+        *((name, c_void_p) for name in ("x", "packed", "scale", "zero", "bias", "out")),
+        *((name, c_int64) for name in ("rows", "out_features", "in_features", "group")),
         *((name, c_int32) for name in ("x_dtype", "packed_dtype", "threads")),
     )
 
@@ -77,6 +88,7 @@ _P, _I, _L, _F = c_void_p, c_int32, c_int64, c_float
 _SIGNATURES: dict[str, list[type]] = {
     "pf_advise_huge_pages": [_P, _L],
     "pf_pack_linear": [_P],
+    "pf_pack_codes": [_P],
     "pf_unpack_rows": [_P, _P, _L, _I, _P, _L, _P, _I, _I],
     "pf_linear": [_P],
     "pf_attention": [_P],
@@ -107,6 +119,7 @@ def _load_library() -> ctypes.CDLL | None:
     library.pf_select.argtypes, library.pf_select.restype = [c_char_p], c_char_p
     library.pf_packed_bytes.argtypes = [_L, _L, _I]
     library.pf_packed_bytes.restype = c_int64
+    library.pf_panel.argtypes, library.pf_panel.restype = [], c_int64
     library.pf_sum_blocks.argtypes, library.pf_sum_blocks.restype = [_P, _P, _L, _L, _I], c_double
     library.pf_select(None)
     return library
@@ -179,9 +192,12 @@ def sum_blocks(data: Tensor, order: Tensor, block: int, num_threads: int) -> flo
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A weight in panels of columns, as float32, bfloat16 or int8 with a scale per output.
+    """A weight in panels of columns, as float32, bfloat16, int8 with a scale per output, or int8
+    or int4 with a scale and a zero point for each group of inputs.
 
-    packed: uint8 [bytes]; scale: float32 [out_features] for int8; bias: float32 [out_features].
+    packed: uint8 [bytes]; scale: float32, [out_features] for int8, by groups as the kernels like
+    it; zero: likewise, None where all zero points are the middle of the codes; bias: float32
+    [out_features].
     """
 
     out_features: int
@@ -189,8 +205,15 @@ class PackedLinear:
     weight_dtype: torch.dtype
     packed: Tensor
     scale: Tensor | None
+    zero: Tensor | None
     bias: Tensor | None
     arguments: _LinearArgs
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the weight takes."""
+        parts = (self.packed, self.scale, self.zero, self.bias)
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
 
 class CpuBackend:
@@ -229,14 +252,12 @@ class CpuBackend:
         weight = weight.contiguous()
         out_features, in_features = weight.shape
         dtype = self._weight_dtype or weight.dtype
-        num_bytes = self._library.pf_packed_bytes(out_features, in_features, _DTYPES[dtype])
-        packed = torch.empty(num_bytes, dtype=torch.uint8)
-        self._library.pf_advise_huge_pages(packed.data_ptr(), num_bytes)
+        packed = self._room_for(out_features, in_features, _DTYPES[dtype])
         scale = torch.zeros(out_features) if dtype == torch.int8 else None
         arguments = _PackArgs(
             weight=weight.data_ptr(),
             packed=packed.data_ptr(),
-            scale=None if scale is None else scale.data_ptr(),
+            scale=_pointer(scale),
             out_features=out_features,
             in_features=in_features,
             weight_dtype=_DTYPES[weight.dtype],
@@ -245,23 +266,69 @@ class CpuBackend:
         )
         self._library.pf_pack_linear(ctypes.byref(arguments))
         bias = None if bias is None else bias.float().contiguous()
-        return PackedLinear(
-            out_features,
-            in_features,
-            dtype,
-            packed,
-            scale,
-            bias,
-            _LinearArgs(
-                packed=packed.data_ptr(),
-                scale=None if scale is None else scale.data_ptr(),
-                bias=None if bias is None else bias.data_ptr(),
-                out_features=out_features,
-                in_features=in_features,
-                packed_dtype=_DTYPES[dtype],
-                threads=self.num_threads,
-            ),
+        pointers = _LinearArgs(
+            packed=packed.data_ptr(),
+            scale=_pointer(scale),
+            bias=_pointer(bias),
+            out_features=out_features,
+            in_features=in_features,
+            packed_dtype=_DTYPES[dtype],
+            threads=self.num_threads,
         )
+        return PackedLinear(out_features, in_features, dtype, packed, scale, None, bias, pointers)
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> LinearWeight:
+        """Take a weight of codes as it is: never made float in memory."""
+        assert weight.is_packable, f"groups of {weight.group_size}"
+        codes = weight.codes.contiguous()
+        out_features, in_features = codes.shape
+        code = _CODES[weight.bits]
+        # One group of all inputs may end inside a word.
+        group = min(weight.group_size, -(-in_features // 8) * 8)
+        packed = self._room_for(out_features, in_features, code)
+        panel = self._library.pf_panel()
+        panels, groups = -(-out_features // panel), -(-in_features // group)
+        scale, zero = (torch.empty(panels, groups, panel) for _ in range(2))
+        given = [part.float().contiguous() for part in (weight.scales, weight.zeros)]
+        self._library.pf_pack_codes(
+            ctypes.byref(
+                _CodesArgs(
+                    codes=codes.data_ptr(),
+                    scale=given[0].data_ptr(),
+                    zero=given[1].data_ptr(),
+                    packed=packed.data_ptr(),
+                    packed_scale=scale.data_ptr(),
+                    packed_zero=zero.data_ptr(),
+                    out_features=out_features,
+                    in_features=in_features,
+                    group=group,
+                    packed_dtype=code,
+                    threads=self.num_threads,
+                )
+            )
+        )
+        kept = zero if zero.any() else None
+        bias = None if bias is None else bias.float().contiguous()
+        pointers = _LinearArgs(
+            packed=packed.data_ptr(),
+            scale=scale.data_ptr(),
+            zero=_pointer(kept),
+            bias=_pointer(bias),
+            out_features=out_features,
+            in_features=in_features,
+            group=group,
+            packed_dtype=code,
+            threads=self.num_threads,
+        )
+        return PackedLinear(
+            out_features, in_features, torch.uint8, packed, scale, kept, bias, pointers
+        )
+
+    def _room_for(self, out_features: int, in_features: int, code: int) -> Tensor:
+        num_bytes = self._library.pf_packed_bytes(out_features, in_features, code)
+        packed = torch.empty(num_bytes, dtype=torch.uint8)
+        self._library.pf_advise_huge_pages(packed.data_ptr(), num_bytes)
+        return packed
 
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         assert isinstance(weight, PackedLinear), f"packed by another backend: {type(weight)}"
@@ -281,6 +348,7 @@ class CpuBackend:
         Lets a tied embedding and output layer live in one copy.
         """
         assert isinstance(weight, PackedLinear), f"packed by another backend: {type(weight)}"
+        assert weight.weight_dtype in _DTYPES, "codes by groups are no embedding"
         token_ids = token_ids.to(torch.int64).contiguous()
         out = torch.empty(token_ids.shape[0], weight.in_features, dtype=dtype)
         self._library.pf_unpack_rows(
@@ -458,6 +526,10 @@ class CpuBackend:
             slot_bytes,
             self.num_threads,
         )
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _same(layout: tuple[object, ...], known: tuple[object, ...]) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 from . import block_copy, sampling
 from .backend import LinearWeight
 from .metadata import AttentionMetadata
+from .quantized_weight import QuantizedWeight
 
 ROW_TILE = 16  # rows of one product in deterministic mode
 QUERY_TILE = 16  # queries of one attention tile in deterministic mode
@@ -31,6 +32,12 @@ class TorchLinear:
     bias: Tensor | None
     out_features: int
     in_features: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the weight takes."""
+        parts = (self.weight, self.bias)
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,10 @@ class ReferenceBackend:
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
         """Keep the tensor itself: a tied embedding stays one tensor."""
         return TorchLinear(weight, bias, weight.shape[0], weight.shape[1])
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> LinearWeight:
+        """As the float32 values that it stands for."""
+        return self.pack_linear(weight.dequantized(), bias)
 
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         assert isinstance(weight, TorchLinear), f"packed by another backend: {type(weight)}"

@@ -8,9 +8,9 @@ namespace pagefleet {
 namespace PF_ISA {
 
 extern const KernelTable kernel_table = {
-    packed_bytes,   pack_linear, unpack_rows,  linear,       attention,
+    packed_bytes,   pack_linear, pack_codes,   unpack_rows,  linear, attention,
     rope_and_cache, rms_norm,    add_rms_norm, silu_and_mul, gelu_tanh_and_mul,
-    sum,
+    sum,            kPanel,
 };
 
 }  // namespace PF_ISA

@@ -7,7 +7,7 @@
 
 namespace pagefleet {
 
-enum DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
+enum DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3 };
 
 struct PackArgs {
   const void* weight;  // [out, in], contiguous, float32 or bfloat16
@@ -17,13 +17,26 @@ struct PackArgs {
   int32_t weight_dtype, packed_dtype, threads;
 };
 
+// Weights that come as small integers: weight[n][k] = (code[n][k] - zero[n][g]) * scale[n][g] with
+// g = k / group.
+struct CodesArgs {
+  const uint8_t* codes;  // [out, in], contiguous
+  const float *scale, *zero;  // [out, groups], contiguous
+  void* packed;               // packed_bytes() of room
+  float *packed_scale, *packed_zero;  // [panels][groups][panel]
+  int64_t out_features, in_features, group;
+  int32_t packed_dtype, threads;
+};
+
 struct LinearArgs {
   const void* x;       // [rows, in], contiguous
   const void* packed;
-  const float* scale;  // [out], int8 only
+  const float* scale;  // [out], int8 only; by groups: as packed
+  const float* zero;   // by groups only; null: all are the middle of the codes
   const float* bias;   // [out] or null
   void* out;           // [rows, out], contiguous, dtype of x
   int64_t rows, out_features, in_features;
+  int64_t group;       // inputs that share a scale; 0 = one scale per output, or none
   int32_t x_dtype, packed_dtype, threads;
 };
 
@@ -57,6 +70,7 @@ struct RopeArgs {
 struct KernelTable {
   int64_t (*packed_bytes)(int64_t out_features, int64_t in_features, int32_t packed_dtype);
   void (*pack_linear)(const PackArgs*);
+  void (*pack_codes)(const CodesArgs*);
   void (*unpack_rows)(const void* packed, const float* scale, int64_t in_features,
                       int32_t packed_dtype, const int64_t* rows, int64_t num_rows, void* out,
                       int32_t out_dtype, int32_t threads);
@@ -72,6 +86,7 @@ struct KernelTable {
   void (*gelu_tanh_and_mul)(const void* gate_up, void* out, int64_t rows, int64_t ffn,
                             int32_t dtype, int32_t threads);
   float (*sum)(const float* x, int64_t count);
+  int64_t panel;  // columns of a panel
 };
 
 }  // namespace pagefleet

@@ -102,6 +102,11 @@ PF_EXPORT void pf_advise_huge_pages(void* data, int64_t bytes) {
 
 PF_EXPORT void pf_pack_linear(const PackArgs* args) { kernels().pack_linear(args); }
 
+PF_EXPORT void pf_pack_codes(const CodesArgs* args) { kernels().pack_codes(args); }
+
+// Columns that a packed weight is filled up to a multiple of.
+PF_EXPORT int64_t pf_panel() { return kernels().panel; }
+
 PF_EXPORT void pf_unpack_rows(const void* packed, const float* scale, int64_t in_features,
                               int32_t packed_dtype, const int64_t* rows, int64_t num_rows, void* out,
                               int32_t out_dtype, int32_t threads) {

@@ -4,7 +4,9 @@
 // weights as one stream:
 //   float32   [panel][in][kPanel]            float
 //   bfloat16  [panel][ceil(in / 2)][kPanel]  pairs of bfloat16 in 32-bit words
-//   int8      [panel][in][kPanel]            int8, one float32 scale per output column
+//   int8      [panel][in][kPanel]            int8, one float32 scale per output column, or
+//             one scale and one zero point for each group of inputs: [panel][group][kPanel]
+//   int4      [panel][ceil(in / 8)][kPanel]  eight signed nibbles in 32-bit words, by groups
 // The last panel is filled with zeros.
 
 #include <math.h>
@@ -34,6 +36,13 @@ struct Layout<uint32_t> {  // bfloat16: pairs; an odd k is filled up with a zero
   static long offset(long k) { return k / 2 * kPanel; }
 };
 
+template <>
+struct Layout<nibbles> {  // eight of k in a word
+  static constexpr bool kPaired = true;
+  static long depth(long k) { return ceil_div(k, 8) * 8; }
+  static long offset(long k) { return k / 8 * kPanel; }
+};
+
 template <typename W>
 static long panel_size(long k) {
   return Layout<W>::offset(Layout<W>::depth(k));
@@ -43,6 +52,7 @@ static int64_t packed_bytes(int64_t n, int64_t k, int32_t dtype) {
   long panels = ceil_div(n, kPanel);
   if (dtype == kFloat32) return panels * panel_size<float>(k) * 4;
   if (dtype == kBFloat16) return panels * panel_size<uint32_t>(k) * 4;
+  if (dtype == kInt4) return panels * panel_size<nibbles>(k) * 4;
   return panels * panel_size<int8_t>(k);
 }
 
@@ -107,6 +117,44 @@ static void pack_linear(const PackArgs* args) {
   }
 }
 
+static void put_code(int8_t* panel, long i, long column, uint8_t code) {
+  panel[i * kPanel + column] = (int8_t)(code - 128);
+}
+
+static void put_code(nibbles* panel, long i, long column, uint8_t code) {
+  panel[i / 8 * kPanel + column].word |= (uint32_t)((code - 8) & 15) << (i % 8 * 4);
+}
+
+// Codes are stored less the middle of their range, and so are zero points: both are small then.
+template <typename W>
+static void pack_all_codes(const CodesArgs& args, float middle) {
+  long n = args.out_features, k = args.in_features;
+  long panels = ceil_div(n, kPanel), groups = ceil_div(k, args.group);
+  memset(args.packed, 0, (size_t)(panels * panel_size<W>(k)) * sizeof(W));
+  memset(args.packed_scale, 0, (size_t)(panels * groups * kPanel) * sizeof(float));
+  memset(args.packed_zero, 0, (size_t)(panels * groups * kPanel) * sizeof(float));
+#pragma omp parallel for num_threads(args.threads) schedule(static) if (args.threads > 1)
+  for (long p = 0; p < panels; p++) {
+    W* panel = (W*)args.packed + p * panel_size<W>(k);
+    for (long j = 0; j < min_of(kPanel, n - p * kPanel); j++) {
+      long row = p * kPanel + j;
+      for (long i = 0; i < k; i++) put_code(panel, i, j, args.codes[row * k + i]);
+      for (long g = 0; g < groups; g++) {
+        args.packed_scale[(p * groups + g) * kPanel + j] = args.scale[row * groups + g];
+        args.packed_zero[(p * groups + g) * kPanel + j] = args.zero[row * groups + g] - middle;
+      }
+    }
+  }
+}
+
+static void pack_codes(const CodesArgs* args) {
+  if (args->packed_dtype == kInt8) {
+    pack_all_codes<int8_t>(*args, 128);
+  } else {
+    pack_all_codes<nibbles>(*args, 8);
+  }
+}
+
 template <typename T>
 static void unpack_row(const float* panel, float, long column, long k, T* out) {
   for (long i = 0; i < k; i++) from_float(panel[i * kPanel + column], out + i);
@@ -161,7 +209,7 @@ static void unpack_rows(const void* packed, const float* scale, int64_t k, int32
 // How a group's inputs are laid out for the kernel, and the kernel itself.
 template <typename T, typename W>
 struct Inputs {
-  static constexpr bool kWidens = sizeof(W) == 1 || Layout<W>::kPaired;
+  static constexpr bool kWidens = sizeof(W) == 1 || Layout<W>::kPaired;  // narrower than float
   static long words(long depth) { return depth; }
 
   static void interleave(const T* x, int rows, long k, long depth, float* target) {
@@ -206,11 +254,22 @@ struct Product {
   const W* packed;
   T* out;
   long rows, n, k, depth;
+  long chunk;     // of k in one chain of sums
   float* inputs;  // groups of rows, interleaved: [group][depth][rows of the group]
+  float* totals;  // of a row's inputs over each chunk: [chunk][rows]; by groups only
 
   explicit Product(const LinearArgs& a)
       : args(a), x((const T*)a.x), packed((const W*)a.packed), out((T*)a.out), rows(a.rows),
-        n(a.out_features), k(a.in_features), depth(Layout<W>::depth(k)), inputs(nullptr) {}
+        n(a.out_features), k(a.in_features), depth(Layout<W>::depth(k)), chunk(chunk_of(a)),
+        inputs(nullptr), totals(nullptr) {}
+
+  // By groups: a part of a group, as large as a chain may be, in whole words.
+  static long chunk_of(const LinearArgs& a) {
+    if (a.group == 0) return kDepth;
+    long parts = ceil_div(a.group, kDepth);
+    while (a.group % parts != 0 || a.group / parts % 8 != 0) parts++;
+    return a.group / parts;
+  }
 
   // Interleaving writes up to a vector past a group's end, hence the room between groups.
   float* inputs_of(const RowGroups& groups, long g) const {
@@ -230,7 +289,7 @@ struct Product {
       for (long v = 0; v < width; v += kWidth) {
         Vec value = load(sums + m * kPanel + v);
         long left = width - v;
-        if (args.scale) value = mul(value, load_part_or_all(args.scale + column + v, left));
+        if (args.scale && !args.group) value = mul(value, load_part_or_all(args.scale + column + v, left));
         if (args.bias) value = add(value, load_part_or_all(args.bias + column + v, left));
         if (left >= kWidth) {
           store(target + v, value);
@@ -247,6 +306,40 @@ struct Product {
     }
   }
 
+  // sums (+)= scale * (chain - zero * sum of inputs), for `count` rows of a chunk that is part of
+  // group `at`.
+  void add_scaled(const float* chain, long first_row, int count, long from, long panel,
+                  bool is_first, float* sums) const {
+    long groups = ceil_div(k, args.group);
+    const float* scale = args.scale + (panel * groups + from / args.group) * kPanel;
+    const float* zero_point = args.zero + (panel * groups + from / args.group) * kPanel;
+    const float* total = totals + from / chunk * rows + first_row;
+    for (long m = 0; m < count; m++) {
+      for (long v = 0; v < kPanel; v += kWidth) {
+        Vec value = load(chain + m * kPanel + v);
+        if (args.zero) value = fnma(load(zero_point + v), splat(total[m]), value);
+        float* target = sums + m * kPanel + v;
+        value = mul(value, load(scale + v));
+        store(target, is_first ? value : add(load(target), value));
+      }
+    }
+  }
+
+  // In one order for every row.
+  void add_inputs() const {
+    for (long c = 0; c * chunk < k; c++) {
+      for (long r = 0; r < rows; r++) {
+        const T* part = x + r * k + c * chunk;
+        long length = min_of(chunk, k - c * chunk);
+        Vec sum = zero();
+        for (long i = 0; i < length; i += kWidth) {
+          sum = add(sum, length - i >= kWidth ? load(part + i) : load_part(part + i, length - i));
+        }
+        totals[c * rows + r] = sum_of(sum);
+      }
+    }
+  }
+
   static Vec load_part_or_all(const float* p, long left) {
     return left >= kWidth ? load(p) : load_part(p, left);
   }
@@ -257,8 +350,8 @@ struct Product {
                       float* sums, float* wide) const {
     const W* weights = packed + panel * panel_size<W>(k);
     long first_row = groups.begin(group_begin);
-    for (long from = 0; from < depth; from += kDepth) {
-      long length = min_of(kDepth, depth - from);
+    for (long from = 0; from < depth; from += chunk) {
+      long length = min_of(chunk, depth - from);
       const W* part = weights + Layout<W>::offset(from);
       bool widened = Inputs<T, W>::kWidens && group_end - group_begin >= kWideGroups;
       if constexpr (Inputs<T, W>::kWidens) {
@@ -269,13 +362,18 @@ struct Product {
         const float* a = inputs_of(groups, g) + Inputs<T, W>::words(from) * count;
         float* target = sums + (groups.begin(g) - first_row) * kPanel;
         float chain[kMaxRows * kPanel];
-        float* result = from > 0 ? chain : target;
+        bool is_apart = from > 0 || args.group > 0;
+        float* result = is_apart ? chain : target;
         if (widened) {
           panel_product_for<float>(count)(a, wide, length, result, kPanel, false);
         } else {
           Inputs<T, W>::multiply(count, a, part, length, result);
         }
-        if (from > 0) add_sums(chain, count, target);
+        if (args.group > 0) {
+          add_scaled(chain, groups.begin(g), count, from, panel, from == 0, target);
+        } else if (is_apart) {
+          add_sums(chain, count, target);
+        }
       }
     }
     write_rows(first_row, groups.begin(group_end) - first_row, panel, sums);
@@ -284,7 +382,10 @@ struct Product {
   void run() {
     static thread_local Scratch input_scratch;
     RowGroups groups(rows);
-    inputs = input_scratch.floats((size_t)(rows * depth + groups.count * kWidth));
+    long num_totals = args.group > 0 ? rows * ceil_div(k, chunk) : 0;
+    inputs = input_scratch.floats((size_t)(rows * depth + groups.count * kWidth + num_totals));
+    totals = inputs + rows * depth + groups.count * kWidth;
+    if (args.zero) add_inputs();
     long panels = ceil_div(n, kPanel);
     long groups_per_block = min_of(groups.count, kRowsPerBlock / kMaxRows);
     long blocks = ceil_div(groups.count, groups_per_block);
@@ -297,7 +398,7 @@ struct Product {
     {
       static thread_local Scratch sums_scratch;
       long sums_size = groups_per_block * kMaxRows * kPanel;
-      long wide_size = Inputs<T, W>::kWidens ? min_of(depth, kDepth) * kPanel : 0;
+      long wide_size = Inputs<T, W>::kWidens ? min_of(depth, max_of(chunk, kDepth)) * kPanel : 0;
       float* sums = sums_scratch.floats((size_t)(sums_size + wide_size));
       if (parallel_inputs) {
 #pragma omp for schedule(dynamic, 1)
@@ -320,6 +421,8 @@ static void linear_for(const LinearArgs& args) {
     Product<T, float>(args).run();
   } else if (args.packed_dtype == kBFloat16) {
     Product<T, uint32_t>(args).run();
+  } else if (args.packed_dtype == kInt4) {
+    Product<T, nibbles>(args).run();
   } else {
     Product<T, int8_t>(args).run();
   }

@@ -162,6 +162,27 @@ static void panel_product(const float* a, const int8_t* panel, long k, float* c,
   store_sums<ROWS, 2>(sums, c, ldc);
 }
 
+// The same for signed nibbles, eight of k in a word.
+template <int ROWS>
+static void panel_product(const float* a, const nibbles* panel, long k, float* c, long ldc,
+                          bool accumulate) {
+  Vec sums[ROWS][2];
+  load_sums<ROWS, 2>(sums, c, ldc, accumulate);
+  for (long i = 0; i < k; i += 8) {
+    Vec words[2] = {load((const float*)panel), load((const float*)panel + kWidth)};
+    prefetch((const char*)panel + kPrefetchBytes);
+    if (kPanel * sizeof(nibbles) > 64) prefetch((const char*)panel + kPrefetchBytes + 64);
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) {
+      Vec b[2] = {nibble_of(words[0], j), nibble_of(words[1], j)};
+      multiply_add<ROWS, 2>(sums, a, b);
+      a += ROWS;
+    }
+    panel += kPanel;
+  }
+  store_sums<ROWS, 2>(sums, c, ldc);
+}
+
 template <typename W>
 using PanelProduct = void (*)(const float*, const W*, long, float*, long, bool);
 
@@ -195,6 +216,16 @@ static void widen_panel(const uint32_t* panel, long k, float* out) {
 
 static void widen_panel(const int8_t* panel, long k, float* out) {
   for (long i = 0; i < k * kPanel; i += kWidth) store(out + i, load(panel + i));
+}
+
+static void widen_panel(const nibbles* panel, long k, float* out) {
+  for (long i = 0; i < k; i += 8, panel += kPanel, out += 8 * kPanel) {
+    for (long j = 0; j < kPanel; j += kWidth) {
+      Vec words = load((const float*)panel + j);
+#pragma GCC unroll 8
+      for (int n = 0; n < 8; n++) store(out + n * kPanel + j, nibble_of(words, n));
+    }
+  }
 }
 
 #if defined(__AVX512BF16__)

@@ -25,6 +25,11 @@ struct bf16 {
   uint16_t bits;
 };
 
+// Eight signed integers of four bits, the lowest bits first.
+struct nibbles {
+  uint32_t word;
+};
+
 PF_INLINE float bits_to_float(uint32_t bits) {
   float value;
   memcpy(&value, &bits, 4);
@@ -197,6 +202,13 @@ PF_INLINE Vec where_small(Vec x, float limit, Vec a, Vec b) {
       _mm512_cmp_ps_mask(_mm512_abs_ps(x), _mm512_set1_ps(limit), _CMP_LT_OQ), b, a);
 }
 
+// The i-th of the eight signed nibbles in each 32-bit word, the lowest first.
+PF_INLINE Vec nibble_of(Vec words, int i) {
+  const Vec values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+  // The permutation looks at four bits of each index alone.
+  return _mm512_permutexvar_ps(_mm512_srli_epi32(_mm512_castps_si512(words), 4 * i), values);
+}
+
 // A lane holds two bfloat16: the lower half is the even element, the upper half the odd one.
 PF_INLINE Vec even_of(Vec pairs) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs), 16));
@@ -341,6 +353,11 @@ PF_INLINE Vec where_small(Vec x, float limit, Vec a, Vec b) {
   return _mm256_blendv_ps(b, a, _mm256_cmp_ps(size, _mm256_set1_ps(limit), _CMP_LT_OQ));
 }
 
+PF_INLINE Vec nibble_of(Vec words, int i) {
+  __m256i high = _mm256_slli_epi32(_mm256_castps_si256(words), 28 - 4 * i);
+  return _mm256_cvtepi32_ps(_mm256_srai_epi32(high, 28));
+}
+
 PF_INLINE Vec even_of(Vec pairs) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pairs), 16));
 }
@@ -438,6 +455,13 @@ PF_INLINE void store_quads(float* p, long stride, Vec a, long n) {
 PF_INLINE Vec where_small(Vec x, float limit, Vec a, Vec b) {
   for (int i = 0; i < kWidth; i++) a[i] = x[i] < limit && x[i] > -limit ? a[i] : b[i];
   return a;
+}
+
+PF_INLINE Vec nibble_of(Vec words, int i) {
+  for (int j = 0; j < kWidth; j++) {
+    words[j] = (float)((int32_t)(float_to_bits(words[j]) << (28 - 4 * i)) >> 28);
+  }
+  return words;
 }
 
 PF_INLINE Vec even_of(Vec pairs) {

@@ -11,6 +11,7 @@ from torch import Tensor
 from pagefleet.kernels import cpu
 from pagefleet.kernels.cpu import CpuBackend
 from pagefleet.kernels.metadata import AttentionMetadata
+from pagefleet.kernels.quantized_weight import QuantizedWeight
 from pagefleet.kernels.reference import ReferenceBackend
 
 INSTRUCTION_SETS = ["portable", "avx2", "avx512", "avx512_bf16"]
@@ -375,3 +376,47 @@ def test_blocks_that_begin_anywhere_in_memory_move_too() -> None:
     cpu.copy_bytes(source, np.array([1], np.int32), target, np.array([2], np.int32))
     assert (target[2] == 7).all()
     assert memory.sum() == 7 * 128
+
+
+@pytest.mark.parametrize("x_dtype", DTYPES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    ("out_features", "in_features", "group_size"),
+    [(1, 8, 8), (33, 100, 200), (97, 256, 32), (70, 900, 136), (40, 1300, 1024)],
+)
+def test_packed_codes_equal_their_float_twin_row_by_row(
+    backend: CpuBackend,
+    out_features: int,
+    in_features: int,
+    group_size: int,
+    symmetric: bool,
+    bits: int,
+    x_dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(16)
+    groups = -(-in_features // group_size)
+    zeros = torch.full((out_features, groups), 2.0 ** (bits - 1))
+    if not symmetric:
+        zeros = torch.randint(2**bits + 1, (out_features, groups)).float()
+    weight = QuantizedWeight(
+        codes=torch.randint(2**bits, (out_features, in_features), dtype=torch.uint8),
+        scales=torch.rand(out_features, groups) / 2**bits / in_features**0.5,
+        zeros=zeros,
+        group_size=group_size,
+        bits=bits,
+    )
+    bias, x = torch.randn(out_features), torch.randn(150, in_features).to(x_dtype)
+    packed = backend.pack_quantized(weight, bias)
+    out = backend.linear(x, packed)
+    expected = x.float() @ weight.dequantized().T + bias
+    assert_near(out, expected.to(x_dtype))
+    for rows in ([3], [0, 1], list(range(17)), list(range(70, 140))):
+        assert torch.equal(backend.linear(x[rows], packed), out[rows]), rows
+
+
+def test_packed_codes_take_their_bits_and_scales_and_no_more(backend: CpuBackend) -> None:
+    codes, scales = torch.zeros(256, 1024, dtype=torch.uint8), torch.ones(256, 8)
+    symmetric = backend.pack_quantized(QuantizedWeight(codes, scales, scales * 8, 128, 4))
+    assert symmetric.num_bytes == 256 * 1024 // 2 + 256 * 8 * 4
+    assert backend.pack_linear(torch.zeros(256, 1024)).num_bytes == 256 * 1024 * 4
