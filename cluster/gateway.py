@@ -30,7 +30,7 @@ from .generation import ChatPrompt, GenerateCall, OutputDelta, TextPrompt, Token
 from .generation_run import Clock, GenerationRun, RetryPolicy
 from .grammar import check_grammar
 from .metrics import GatewayMetrics, RequestMeter
-from .model_catalog import LoadTokenizer, ModelCatalog, ServedModel
+from .model_catalog import LoadTokenizer, ModelCatalog, OnDemand, ServedModel
 from .quotas import Quotas
 from .request_books import RequestBooks, RequestNames
 from .reservations import Reservations, error_of
@@ -154,13 +154,14 @@ class Gateway:
         load_tokenizer: LoadTokenizer = Tokenizer.load,
         make_channel: ChannelFactory = insecure_channel,
         clock: Clock = time.monotonic,
+        on_demand: OnDemand | None = None,
     ) -> None:
         self.gateway_id = gateway_id
         self._controller = controller
         self.limits = limits or RequestLimits()
         self._retry = retry or RetryPolicy()
         self._clock = clock
-        self._models = ModelCatalog(controller, load_tokenizer, clock)
+        self._models = ModelCatalog(controller, load_tokenizer, clock, on_demand)
         self._reservations = Reservations(controller, gateway_id, clock=clock)
         self._engines = EngineClient(gateway_id, make_channel)
         self.metrics = GatewayMetrics()
@@ -189,8 +190,13 @@ class Gateway:
 
     @property
     def is_ready(self) -> bool:
-        """Some model has a replica."""
-        return bool(self._models.cards)
+        """Some model has a replica, or would once somebody asks."""
+        return self._models.is_ready
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Requests by model that wait for its first replica, unknown to the controller."""
+        return self._models.held
 
     @property
     def num_running(self) -> int:

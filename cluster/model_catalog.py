@@ -7,7 +7,9 @@ once when a name is not known, so a model is there as soon as its first replica 
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +41,14 @@ class ServedModel:
     tokenizer: Tokenizer
 
 
+@dataclass(frozen=True, slots=True)
+class OnDemand:
+    """Models whose first replica comes when somebody asks, and how long a request waits for it."""
+
+    models: tuple[str, ...] = ()
+    hold_s: float = 0.0
+
+
 class ModelCatalog:
     """Names to served models."""
 
@@ -47,10 +57,13 @@ class ModelCatalog:
         controller: ControllerClient,
         load_tokenizer: LoadTokenizer = Tokenizer.load,
         clock: Callable[[], float] = time.monotonic,
+        on_demand: OnDemand | None = None,
     ) -> None:
         self._controller = controller
         self._load_tokenizer = load_tokenizer
         self._clock = clock
+        self._on_demand = on_demand or OnDemand()
+        self._held: Counter[str] = Counter()
         self._cards: tuple[ModelCard, ...] = ()
         self._tokenizers: dict[str, asyncio.Future[Tokenizer]] = {}
         self._refreshed: float | None = None
@@ -59,6 +72,16 @@ class ModelCatalog:
     def cards(self) -> tuple[ModelCard, ...]:
         """The models known now."""
         return self._cards
+
+    @property
+    def is_ready(self) -> bool:
+        """Some model can be asked."""
+        return bool(self._cards) or (bool(self._on_demand.models) and self._refreshed is not None)
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Requests by model that wait for its first card."""
+        return {model: count for model, count in self._held.items() if count}
 
     async def run(self) -> None:
         """Keep the cards fresh, for ever."""
@@ -77,12 +100,13 @@ class ModelCatalog:
     async def resolve(self, name: str) -> ServedModel:
         """The model of that name or alias; an empty name is the only model there is.
 
-        Raises Unavailable while no model has a replica, ModelNotFound, InvalidArgument.
+        Waits for one that comes on demand. Raises Unavailable while no model has a replica,
+        ModelNotFound, InvalidArgument.
         """
-        card = self._find(name)
-        if card is None and self._may_refresh():
-            await self.refresh()
-            card = self._find(name)
+        card = await self._look_up(name)
+        expected = self._expected(name) if card is None else None
+        if expected is not None:
+            card = await self._hold(expected)
         if card is not None:
             return ServedModel(card, await self._tokenizer(card))
         known = tuple(card.model for card in self._cards)
@@ -100,6 +124,37 @@ class ModelCatalog:
             if not self._cards:
                 raise
         return tuple([ServedModel(card, await self._tokenizer(card)) for card in self._cards])
+
+    async def _look_up(self, name: str) -> ModelCard | None:
+        card = self._find(name)
+        if card is None and self._may_refresh():
+            await self.refresh()
+            card = self._find(name)
+        return card
+
+    def _expected(self, name: str) -> str | None:
+        """The model on demand that is meant."""
+        models = self._on_demand.models
+        if not name:
+            return models[0] if len(models) == 1 and not self._cards else None
+        return name if name in models else None
+
+    async def _hold(self, model: str) -> ModelCard:
+        """Until it has a card. Whoever decides how many replicas there are sees `held`."""
+        self._held[model] += 1
+        try:
+            async with asyncio.timeout(self._on_demand.hold_s):
+                while True:
+                    with suppress(Unavailable):  # the controller restarts
+                        card = await self._look_up(model)
+                        if card is not None:
+                            return card
+                    await asyncio.sleep(_MIN_REFRESH_S)
+        except TimeoutError:
+            problem = f"no replica of {model} came within {self._on_demand.hold_s:g} s"
+            raise Unavailable(problem, retry_after_s=_NO_REPLICA_RETRY_S) from None
+        finally:
+            self._held[model] -= 1
 
     def _find(self, name: str) -> ModelCard | None:
         if not name:

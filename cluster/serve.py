@@ -26,7 +26,7 @@ from ..scheduler.config import AdmissionRule, PreemptionMode
 from ..workers.config import WorkerConfig
 from .config import ClusterConfig, CommandError
 from .controller_actor import start_controller
-from .gateway_actor import GatewayAddresses, start_gateway
+from .gateway_actor import GatewayAddresses, GatewaySpec
 from .ray_runtime import ray_session
 from .replica import ReplicaSpec
 from .supervisor import create_supervisor
@@ -39,6 +39,7 @@ _CALL_TIMEOUT_S = 20.0
 _OPEN_TIMEOUT_S = 60.0
 _READY_TIMEOUT_S = 60.0  # from loaded replicas to the controller's "ready": one report
 _STOP_TIMEOUT_S = 15.0  # for each part; all of them together stay within a minute
+_GATEWAY_GRACE_S = 10.0
 _POLL_S = 0.1
 _CPU_SHARE = 0.5  # of the free memory, for the KV pools of all replicas on this machine
 
@@ -52,7 +53,6 @@ class RunningCluster:
 
     controller: Actor
     supervisor: Actor
-    gateway: Actor
     specs: tuple[ReplicaSpec, ...]
     replicas: tuple[ReplicaInfo, ...]
     addresses: GatewayAddresses
@@ -61,15 +61,26 @@ class RunningCluster:
         """Every replica's blocks, as the controller sees them now."""
         return _get(self.controller.cluster_state.remote(), ClusterState)
 
+    @property
+    def gateway(self) -> Actor:
+        """The gateway's actor of now: if one is lost, another takes its ports."""
+        deadline = time.monotonic() + _OPEN_TIMEOUT_S
+        while time.monotonic() < deadline:
+            reply = ray.get(self.supervisor.gateway.remote(), timeout=_CALL_TIMEOUT_S)
+            gateway = cast("Actor | None", reply)
+            if gateway is not None:
+                return gateway
+            time.sleep(_POLL_S)
+        raise CommandError(f"there was no gateway for {_OPEN_TIMEOUT_S:g} s")
+
     def check(self) -> None:
-        """Raise CommandError if a part that nothing else restarts has died."""
-        for name, actor in (("supervisor", self.supervisor), ("gateway", self.gateway)):
-            try:
-                ray.get(actor.__ray_ready__.remote(), timeout=_CALL_TIMEOUT_S)
-            except RayActorError as error:
-                raise CommandError(f"the {name} has died: {error}") from error
-            except GetTimeoutError:
-                logger.warning("the %s did not answer within %g s", name, _CALL_TIMEOUT_S)
+        """Raise CommandError if the supervisor, which nothing else restarts, has died."""
+        try:
+            ray.get(self.supervisor.__ray_ready__.remote(), timeout=_CALL_TIMEOUT_S)
+        except RayActorError as error:
+            raise CommandError(f"the supervisor has died: {error}") from error
+        except GetTimeoutError:
+            logger.warning("the supervisor did not answer within %g s", _CALL_TIMEOUT_S)
 
 
 @contextmanager
@@ -120,14 +131,15 @@ def _start(config: ClusterConfig, on_progress: OnProgress, started: ExitStack) -
     word = "replica" if config.replicas == 1 else "replicas"
     names = ", ".join(model.name for model in config.models)
     on_progress(f"loading {names} into {config.replicas} {word}")
-    supervisor = create_supervisor(specs, controller)
-    started.callback(_stop, "supervisor", supervisor)
+    gateway = GatewaySpec(config.host, config.grpc_port, config.http_port, config.security)
+    supervisor = create_supervisor(specs, controller, gateway)
+    started.callback(ray.kill, supervisor)
+    started.callback(_stop, "supervisor", lambda: supervisor.stop.remote())
     replicas = _start_replicas(supervisor)
     on_progress("opening the gateway")
-    gateway = start_gateway(controller, security=config.security)
-    started.callback(_stop, "gateway", gateway)
-    addresses = _open_gateway(gateway, config)
-    cluster = RunningCluster(controller, supervisor, gateway, specs, replicas, addresses)
+    started.callback(_stop, "gateway", lambda: supervisor.close_gateway.remote(_GATEWAY_GRACE_S))
+    addresses = _open_gateway(supervisor)
+    cluster = RunningCluster(controller, supervisor, specs, replicas, addresses)
     on_progress("waiting for the first reports")
     _wait_ready(cluster, config.num_replicas)
     return cluster
@@ -138,7 +150,7 @@ def _replica_specs(config: ClusterConfig) -> tuple[ReplicaSpec, ...]:
     # Replicas of one machine share its cores; a GPU's host work keeps one core busy.
     cores = (os.cpu_count() or 1) // (config.num_replicas * config.tp)
     num_cpus = 1 if num_gpus or config.address is not None else max(1, cores)
-    worker = _worker_config(config, num_cpus, on_gpu=num_gpus > 0)
+    worker = worker_config(config, num_cpus, on_gpu=num_gpus > 0)
     models = [model for model in config.models for _ in range(config.replicas)]
     return tuple(
         ReplicaSpec(
@@ -164,7 +176,7 @@ def _gpus_per_rank(config: ClusterConfig) -> int:
     return 1 if have >= need else 0
 
 
-def _worker_config(config: ClusterConfig, num_threads: int, *, on_gpu: bool) -> WorkerConfig:
+def worker_config(config: ClusterConfig, num_threads: int, *, on_gpu: bool) -> WorkerConfig:
     fraction = config.memory_fraction
     is_sized = config.num_blocks is not None or config.kv_memory is not None
     if fraction is None and not is_sized and not on_gpu and config.address is None:
@@ -207,9 +219,9 @@ def _start_replicas(supervisor: Actor) -> tuple[ReplicaInfo, ...]:
         raise CommandError(f"the replicas could not be started: {error}") from error
 
 
-def _open_gateway(gateway: Actor, config: ClusterConfig) -> GatewayAddresses:
+def _open_gateway(supervisor: Actor) -> GatewayAddresses:
     try:
-        reply = gateway.start.remote(config.host, config.grpc_port, config.http_port)
+        reply = supervisor.open_gateway.remote()
         return cast(GatewayAddresses, ray.get(reply, timeout=_OPEN_TIMEOUT_S))
     except RayTaskError as error:
         raise CommandError(f"the gateway could not listen: {error.cause}") from error
@@ -227,13 +239,12 @@ def _wait_ready(cluster: RunningCluster, num_replicas: int) -> None:
     raise CommandError(f"the replicas did not report within {_READY_TIMEOUT_S:g} s")
 
 
-def _stop(name: str, actor: Actor) -> None:
-    """Ask a part to end, and end it if it does not."""
+def _stop(name: str, stop: Callable[[], "ray.ObjectRef[object]"]) -> None:
+    """Ask a part to end; the supervisor's end is the end of all that it started."""
     try:
-        ray.get(actor.stop.remote(), timeout=_STOP_TIMEOUT_S)
+        ray.get(stop(), timeout=_STOP_TIMEOUT_S)
     except RayError as error:  # GetTimeoutError is one
         logger.warning("the %s did not stop by itself: %s", name, type(error).__name__)
-    ray.kill(actor)
 
 
 def _get(reference: object, kind: type[T]) -> T:

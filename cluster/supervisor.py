@@ -24,6 +24,9 @@ from ..protos.messages import ClusterState, ReplicaInfo, ReplicaState
 from ..workers.leader import ReplicaEnd
 from ..workers.process_identity import ProcessIdentity
 from .controller import DRAIN_S
+from .gateway_actor import GatewaySpec
+from .gateway_keeper import GatewayKeeper, RayGateway
+from .gateway_servers import GatewayAddresses
 from .ray_runtime import on_this_node
 from .replica import RayReplica, Replica, ReplicaFailed, ReplicaSpec
 
@@ -150,6 +153,11 @@ class Supervisor:
                 await self._drain(keeper, drain_s)
                 return True
         return False
+
+    @property
+    def num_kept(self) -> int:
+        """Replicas that serve, or will again."""
+        return len(self._keepers)
 
     def infos(self) -> tuple[ReplicaInfo, ...]:
         """The incarnations that serve now."""
@@ -357,11 +365,39 @@ class RayControllerNotices:
 class SupervisorActor:
     """The supervisor as a Ray actor; what it started ends with it."""
 
-    def __init__(self, specs: Sequence[ReplicaSpec], controller: "ActorHandle[object]") -> None:
+    def __init__(
+        self,
+        specs: Sequence[ReplicaSpec],
+        controller: "ActorHandle[object]",
+        gateway: GatewaySpec | None = None,
+    ) -> None:
         def create(spec: ReplicaSpec) -> Replica:
             return RayReplica(spec, controller)
 
         self._supervisor = Supervisor(specs, create, RayControllerNotices(controller))
+        self._gateway: RayGateway | None = None
+        self._keeper = None if gateway is None else GatewayKeeper(gateway, self._create_gateway)
+        self._controller = controller
+
+    def _create_gateway(self, spec: GatewaySpec) -> RayGateway:
+        self._gateway = RayGateway(spec, self._controller)
+        return self._gateway
+
+    async def open_gateway(self) -> GatewayAddresses:
+        """Listen for clients, from now on at these addresses; raises GatewayLost if it cannot."""
+        assert self._keeper is not None, "no gateway was ordered"
+        return await self._keeper.start()
+
+    async def gateway(self) -> "ActorHandle[object] | None":
+        """The gateway's actor of now; None while there is none."""
+        return (
+            self._gateway.actor if self._gateway and self._keeper and self._keeper.current else None
+        )
+
+    async def close_gateway(self, grace_s: float) -> None:
+        """Take no new calls, let running ones end, and keep it no more."""
+        if self._keeper is not None:
+            await self._keeper.stop(grace_s)
 
     async def start(self) -> tuple[ReplicaInfo, ...]:
         """Start every replica; raises ReplicaFailed if one cannot be started."""
@@ -399,13 +435,15 @@ async def _answer(kind: type[T], reply: object) -> T:
 
 
 def create_supervisor(
-    specs: Sequence[ReplicaSpec], controller: "ActorHandle[object]"
+    specs: Sequence[ReplicaSpec],
+    controller: "ActorHandle[object]",
+    gateway: GatewaySpec | None = None,
 ) -> "ActorHandle[object]":
-    """The supervisor's actor, to be started with its `start`."""
+    """The supervisor's actor, to be started with its `start`, its gateway with `open_gateway`."""
     actor = ray.remote(SupervisorActor).options(
         num_cpus=0,
         max_restarts=0,
         max_task_retries=0,
         scheduling_strategy=on_this_node(soft=False),  # what it started ends with it
     )
-    return cast("ActorHandle[object]", actor.remote(list(specs), controller))
+    return cast("ActorHandle[object]", actor.remote(list(specs), controller, gateway))

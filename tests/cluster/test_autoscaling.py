@@ -1,4 +1,4 @@
-"""How many replicas a model needs; what the controller counts for it; requests held for the first."""
+"""How many replicas a model needs; what the controller counts; requests held for the first."""
 
 from dataclasses import replace
 

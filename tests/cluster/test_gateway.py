@@ -1,6 +1,7 @@
 """The gateway over real sockets: every way a request can end, fail over, or be taken back."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from gateway_fakes import (
@@ -20,6 +21,7 @@ from pagefleet.cluster.generation import (
     TokenPrompt,
     merge_deltas,
 )
+from pagefleet.cluster.model_catalog import OnDemand
 from pagefleet.protos import errors
 from pagefleet.protos.messages import FinishReason, Refused, SamplingParams
 
@@ -243,6 +245,36 @@ async def test_without_any_replica_it_is_unavailable(cluster):
     with pytest.raises(errors.Unavailable) as caught:
         await cluster.run(call())
     assert caught.value.retry_after_s is not None
+
+
+@pytest.mark.parametrize("name", ["tiny", ""])
+async def test_a_request_for_a_model_on_demand_is_held_until_it_has_a_card(name: str):
+    async with FakeCluster(on_demand=OnDemand(("tiny",), 30.0)) as cluster:
+        cluster.controller.cards = ()
+        await cluster.gateway._models.refresh()
+        assert cluster.gateway.is_ready
+        answer = asyncio.create_task(cluster.run(replace(call(max_tokens=2), model=name)))
+        while not cluster.gateway.held:
+            await asyncio.sleep(0)
+        assert cluster.gateway.held == {"tiny": 1}
+        cluster.controller.cards = (make_card(),)
+        (output,) = await answer
+        assert len(output.token_ids) == 2
+        assert cluster.gateway.held == {}
+
+
+async def test_a_held_request_ends_with_its_time_or_its_clients_deadline():
+    async with FakeCluster(on_demand=OnDemand(("tiny",), 0.01)) as cluster:
+        cluster.controller.cards = ()
+        await cluster.gateway._models.refresh()
+        with pytest.raises(errors.Unavailable, match="no replica of tiny came"):
+            await cluster.run(call())
+    async with FakeCluster(on_demand=OnDemand(("tiny",), 30.0)) as cluster:
+        cluster.controller.cards = ()
+        await cluster.gateway._models.refresh()
+        with pytest.raises(errors.DeadlineExceeded):
+            await cluster.run(replace(call(), deadline_s=0.05))
+        assert cluster.gateway.held == {}
 
 
 async def test_a_refusal_reaches_the_client_with_its_hint(cluster):
