@@ -12,6 +12,7 @@ is dead for not having been heard by one who could not listen.
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 import asyncio
 import logging
+import os
 import random
 import threading
 import time
@@ -36,6 +37,8 @@ from ..protos.messages import (
     ReserveRequest,
     Ticket,
 )
+from ..workers.json_log import write_logs_as_json
+from ..workers.tracing import Span, Tracing, tracing_from_environment
 from .autoscaling import BlockDemand, block_demand
 from .call_times import CallClock
 from .controller import DRAIN_S, Controller, ControllerConfig
@@ -66,7 +69,9 @@ class ControllerService:
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
         on_dead: Callable[[tuple[ReplicaInfo, ...]], None] | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
+        self._tracing = tracing
         self._clock = clock
         self._on_dead = on_dead
         self._lock = threading.Lock()
@@ -94,9 +99,14 @@ class ControllerService:
 
     @ray.method(concurrency_group="reserve")
     async def reserve(self, request: ReserveRequest) -> Lease | Ticket | Refused:
+        span = None
+        if self._tracing is not None and request.traceparent:
+            span = self._tracing.start("controller.decide", traceparent=request.traceparent)
         with self._deciding("reserve"):
             answer = self._controller.reserve(request, self._now())
             self._wake_pollers()
+        if span is not None:
+            _end_span(span, request, answer)
         return answer
 
     @ray.method(concurrency_group="reserve")
@@ -263,7 +273,9 @@ class ControllerActor(ControllerService):
     def __init__(
         self, config: ControllerConfig | None = None, linger_s: float | None = None
     ) -> None:
-        super().__init__(config or ControllerConfig())
+        write_logs_as_json()
+        tracing = tracing_from_environment("controller", f"controller-{os.getpid()}")
+        super().__init__(config or ControllerConfig(), tracing=tracing)
         self._linger_s = linger_s
         threading.Thread(target=self._run_timer, name="controller-timer", daemon=True).start()
 
@@ -273,6 +285,24 @@ class ControllerActor(ControllerService):
             if self._linger_s is not None and self.silence_s > self._linger_s:
                 logger.info("nobody has called for %g s: the controller ends", self._linger_s)
                 ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+def _end_span(span: Span, request: ReserveRequest, answer: Lease | Ticket | Refused) -> None:
+    span.set(
+        pagefleet__request_id=request.request_id,
+        pagefleet__request_key=request.request_key,
+        pagefleet__decision=type(answer).__name__.lower(),
+    )
+    if isinstance(answer, Lease):
+        span.set(
+            pagefleet__replica=answer.replica_id,
+            pagefleet__hit_tokens=answer.expected_hit_tokens,
+            pagefleet__lease_blocks=answer.num_blocks,
+        )
+    if isinstance(answer, Refused):
+        span.fail(answer.reason)
+    else:
+        span.end()
 
 
 def start_controller(

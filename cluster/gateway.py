@@ -22,6 +22,7 @@ from ..protos.errors import (
     RequestCancelled,
 )
 from ..protos.messages import ClusterState, Explanation, Refused, SamplingParams
+from ..workers.tracing import Span, Tracing
 from .cluster_watch import ClusterUpdate, ClusterWatch
 from .controller import DRAIN_S
 from .controller_client import ControllerClient
@@ -154,8 +155,10 @@ class Gateway:
         load_tokenizer: LoadTokenizer = Tokenizer.load,
         make_channel: ChannelFactory = insecure_channel,
         clock: Clock = time.monotonic,
+        tracing: Tracing | None = None,
         on_demand: OnDemand | None = None,
     ) -> None:
+        self._tracing = tracing
         self.gateway_id = gateway_id
         self._controller = controller
         self.limits = limits or RequestLimits()
@@ -187,6 +190,8 @@ class Gateway:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._reservations.drain()
         await self._engines.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
     @property
     def is_ready(self) -> bool:
@@ -209,16 +214,24 @@ class Gateway:
         """Check and begin; errors that need no replica are raised here."""
         arrived = self._clock()
         deadline = None if call.deadline_s is None else arrived + call.deadline_s
-        generation = await self._prepare(call)
-        generation.books = self._open_books(call, generation)
-        run = self._make_run(call, generation, arrived, deadline)
+        span = None
+        if self._tracing is not None:
+            span = self._tracing.start("gateway.generate", traceparent=call.traceparent)
+        try:
+            generation = await self._prepare(call)
+            generation.books = self._open_books(call, generation, span)
+        except BaseException as error:
+            if span is not None:
+                span.fail(str(error) or type(error).__name__)
+            raise
+        run = self._make_run(call, generation, arrived, deadline, span)
         generation.start(self._supervise(generation, call.tenant, run, deadline))
         return generation
 
     async def explain(self, call: GenerateCall) -> tuple[Generation, Explanation]:
         """What would happen to the call now; the generation is not begun."""
         generation = await self._prepare(call)
-        run = self._make_run(call, generation, self._clock(), None)
+        run = self._make_run(call, generation, self._clock(), None, None)
         answer = await self._controller.explain(run.reserve_request())
         if isinstance(answer, Refused):
             raise error_of(answer)
@@ -310,6 +323,7 @@ class Gateway:
         generation: Generation,
         arrived: float,
         deadline: float | None,
+        span: Span | None,
     ) -> GenerationRun:
         return GenerationRun(
             call,
@@ -317,6 +331,7 @@ class Gateway:
             generation.prompt_token_ids,
             generation.sampling,
             request_key=generation.request_key,
+            request_id=generation.request_id,
             gateway_id=self.gateway_id,
             arrived=arrived,
             deadline=deadline,
@@ -325,9 +340,12 @@ class Gateway:
             emit=generation.put,
             clock=self._clock,
             retry=self._retry,
+            span=span,
         )
 
-    def _open_books(self, call: GenerateCall, generation: Generation) -> RequestBooks:
+    def _open_books(
+        self, call: GenerateCall, generation: Generation, span: Span | None
+    ) -> RequestBooks:
         """Raises Overloaded where the tenant is over its quota."""
         card, num_prompt_tokens = generation.model.card, len(generation.prompt_token_ids)
         names = RequestNames(
@@ -342,7 +360,7 @@ class Gateway:
             block_size = card.identity.block_size
             use = self._quotas.admit(call.tenant, call.quota, num_prompt_tokens, block_size)
         meter = RequestMeter(self.metrics, card.model, self._clock)
-        return RequestBooks(names, self.metrics, meter, use)
+        return RequestBooks(names, self.metrics, meter, use, span)
 
     async def _supervise(
         self, generation: Generation, tenant: str, run: GenerationRun, deadline: float | None
@@ -358,7 +376,11 @@ class Gateway:
         except PagefleetError as error:
             generation.fail(error)
         except Exception:  # the edge of a request: its client must hear of it
-            logger.exception("request %s failed", generation.request_id)
+            fields = {
+                "request_id": generation.request_id,
+                "request_key": generation.request_key,
+            }
+            logger.exception("a request failed", extra={"fields": fields})
             generation.fail(InternalError(f"request {generation.request_id} failed"))
         finally:
             self._running[key].discard(generation)

@@ -15,13 +15,14 @@ from typing import cast
 import ray
 from ray.actor import ActorHandle
 
+from ..workers.json_log import write_logs_as_json
 from ..workers.process_identity import ProcessIdentity, this_process
+from ..workers.tracing import tracing_from_environment
 from .controller_client import RayControllerClient
 from .gateway import Gateway
 from .gateway_servers import GatewayAddresses, GatewayServers
 from .model_catalog import OnDemand
 from .ray_runtime import on_this_node
-from .request_log import write_logs_as_json
 from .security import GatewaySecurity
 
 __all__ = ["GatewayActor", "GatewayAddresses", "GatewaySpec", "start_gateway"]
@@ -108,7 +109,10 @@ class GatewayActor:
 
     async def _listen(self) -> GatewayAddresses:
         # made here: gRPC's servers belong to the loop they are made in
-        gateway = Gateway(self._gateway_id, self._controller, on_demand=self._spec.on_demand)
+        tracing = tracing_from_environment("gateway", self._gateway_id)
+        gateway = Gateway(
+            self._gateway_id, self._controller, tracing=tracing, on_demand=self._spec.on_demand
+        )
         servers = GatewayServers(gateway, self._spec.security)
         spec = self._spec
         addresses = await servers.start(spec.host, spec.grpc_port, spec.http_port)

@@ -55,6 +55,7 @@ class GenerateCall:
     deadline_s: seconds left when the call arrived; None = no deadline.
     retry_token: from an earlier refusal that was an appointment.
     quota: what the tenant may use of this gateway; None = as much as there is.
+    traceparent: the client's W3C trace context, or empty.
     """
 
     prompt: Prompt
@@ -69,6 +70,7 @@ class GenerateCall:
     deadline_s: float | None = None
     retry_token: str = ""
     quota: TenantQuota | None = None
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

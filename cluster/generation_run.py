@@ -27,6 +27,7 @@ from ..protos.messages import (
     Weights,
 )
 from ..scheduler.block_hash import root_hash, route_hashes
+from ..workers.tracing import Span, SpanKind, child_span
 from .engine_client import EngineClient, EngineStream, ReplicaLost
 from .generation import GenerateCall, GenerationUsage, OutputDelta
 from .model_catalog import ServedModel
@@ -34,6 +35,8 @@ from .reservations import Reservations
 from .sample_stream import SampleStream, TokensMissing
 
 logger = logging.getLogger(__name__)
+
+CLIENT = SpanKind.CLIENT
 
 Emit = Callable[[list[OutputDelta]], None]
 Clock = Callable[[], float]
@@ -60,7 +63,8 @@ class GenerationRun:
     """Runs one request to its end and emits what it gets.
 
     Args:
-        request_key: unique in the cluster, internal.
+        request_key: unique in the cluster, internal. request_id: the client's name for it.
+        span: the request's, where it is traced.
         deadline: on the clock.
     """
 
@@ -72,6 +76,7 @@ class GenerationRun:
         sampling: SamplingParams,
         *,
         request_key: str,
+        request_id: str,
         gateway_id: str,
         arrived: float,
         deadline: float | None,
@@ -80,6 +85,7 @@ class GenerationRun:
         emit: Emit,
         clock: Clock,
         retry: RetryPolicy,
+        span: Span | None = None,
     ) -> None:
         self._call = call
         self._model = model
@@ -87,6 +93,8 @@ class GenerationRun:
         self._prompt_array = np.array(prompt, dtype=np.int32)  # made once: it costs the most
         self._sampling = sampling
         self._request_key = request_key
+        self._request_id = request_id
+        self._span = span
         self._gateway_id = gateway_id
         self._arrived = arrived
         self._deadline = deadline
@@ -129,7 +137,7 @@ class GenerationRun:
         while True:
             self._attempt += 1
             try:
-                lease = await self._reservations.acquire(self.reserve_request(), self._deadline)
+                lease = await self._acquire()
             except Unavailable:
                 if not self._excluded or self._is_out_of_patience():
                     raise
@@ -140,7 +148,17 @@ class GenerationRun:
                 self._admitted_at = self._clock()
             return lease
 
-    def reserve_request(self) -> ReserveRequest:
+    async def _acquire(self) -> Lease:
+        attempt = self._attempt
+        with child_span(self._span, "controller.reserve", CLIENT, attempt=attempt) as span:
+            request = self.reserve_request("" if span is None else span.traceparent)
+            lease = await self._reservations.acquire(request, self._deadline)
+            if span is not None:
+                span.set(pagefleet__replica=lease.replica_id)
+                span.set(pagefleet__lease_blocks=lease.num_blocks)
+            return lease
+
+    def reserve_request(self, traceparent: str = "") -> ReserveRequest:
         """What the controller has to know to route the samples that have not ended."""
         unfinished = self._unfinished()
         num_outputs = [len(sample.token_ids) for sample in unfinished]
@@ -165,9 +183,11 @@ class GenerationRun:
             retry_token=self._call.retry_token,
             excluded=self._excluded,
             weights=self._weights,
+            request_id=self._request_id,
+            traceparent=traceparent,
         )
 
-    def _engine_request(self, lease: Lease) -> EngineRequest:
+    def _engine_request(self, lease: Lease, traceparent: str) -> EngineRequest:
         sampling = self._sampling
         if not self._wants_prompt_logprobs:
             sampling = replace(sampling, prompt_logprobs=None)
@@ -185,13 +205,20 @@ class GenerationRun:
             priority=self._call.priority,
             deadline_s=left,
             cache_salt=self._call.cache_salt,
+            request_id=self._request_id,
+            traceparent=traceparent,
             transfer=lease.transfer,
         )
 
     # -- one attempt -------------------------------------------------------------------------
 
     async def _run_attempt(self, lease: Lease) -> None:
-        stream = self._engines.submit(lease, self._engine_request(lease))
+        replica = lease.replica_id
+        with child_span(self._span, "engine.generate", CLIENT, pagefleet__replica=replica) as span:
+            await self._run_on(lease, "" if span is None else span.traceparent)
+
+    async def _run_on(self, lease: Lease, traceparent: str) -> None:
+        stream = self._engines.submit(lease, self._engine_request(lease, traceparent))
         try:
             while self._unfinished():
                 self._accept_all(stream, lease, await stream.next_deltas())
@@ -243,7 +270,7 @@ class GenerationRun:
 
     def _note_lost(self, lease: Lease, reason: str) -> None:
         """Go on elsewhere, if there is patience left."""
-        logger.info("request %s lost its replica: %s", self._request_key, reason)
+        self._log("a request lost its replica", reason)
         self._reservations.note_failure(lease.replica_id, lease.incarnation)
         self._end_complete_samples(lease.replica_id)
         if not self._unfinished():
@@ -256,10 +283,14 @@ class GenerationRun:
 
     async def _note_rejected(self, reason: str) -> None:
         """The controller's view was old; it will know better in a moment."""
-        logger.info("request %s was refused by its leader: %s", self._request_key, reason)
+        self._log("a request was refused by its leader", reason)
         if self._is_out_of_patience():
             raise Overloaded("no replica had blocks left for the request", retry_after_s=1.0)
         await asyncio.sleep(min(self._retry.pause_s, 0.01 * 2**self._attempt))
+
+    def _log(self, event: str, reason: str) -> None:
+        fields = {"request_id": self._request_id, "request_key": self._request_key}
+        logger.info(event, extra={"fields": fields | {"reason": reason}})
 
     def _is_out_of_patience(self) -> bool:
         now = self._clock()

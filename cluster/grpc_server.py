@@ -9,7 +9,7 @@ service and reflection. Deadlines and cancellation are gRPC's own. Decides nothi
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import grpc
@@ -40,6 +40,7 @@ ADMIN_SERVICE = pb.DESCRIPTOR.services_by_name["Admin"].full_name
 KEY_METADATA = "authorization"
 TENANT_METADATA = "pagefleet-tenant"
 RETRY_TOKEN_METADATA = "retry-token"
+TRACE_METADATA = "traceparent"
 
 _MAX_REQUEST_BYTES = 16 * 2**20
 # gRPC refuses above this itself, and knows no field to blame.
@@ -67,7 +68,8 @@ class Rpc:
             deadline_s=self.context.time_remaining(),
             retry_token=_metadata(self.context, RETRY_TOKEN_METADATA),
         )
-        return self.caller.own(call)
+        traceparent = _metadata(self.context, TRACE_METADATA)
+        return self.caller.own(replace(call, traceparent=traceparent))
 
 
 _Unary = Callable[[RequestT, Rpc], Awaitable[ResponseT]]

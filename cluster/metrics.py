@@ -157,7 +157,7 @@ class RequestMeter:
         self._model = model
         self._clock = clock
         self._last: dict[int, float] = {}
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._ends: list[tuple[str, GenerationUsage]] = []
 
     def observe(self, deltas: Iterable[OutputDelta]) -> None:
@@ -165,7 +165,7 @@ class RequestMeter:
         now = self._clock()
         for delta in deltas:
             if delta.token_ids:
-                self._num_tokens += len(delta.token_ids)
+                self.num_tokens += len(delta.token_ids)
                 self._metrics.count_tokens(self._model, len(delta.token_ids))
                 last = self._last.get(delta.index)
                 if last is not None:
@@ -180,7 +180,7 @@ class RequestMeter:
         usages = [usage for _, usage in self._ends]
         first = [usage.first_token_s for usage in usages if usage.first_token_s is not None]
         return {
-            "output_tokens": self._num_tokens,
+            "output_tokens": self.num_tokens,
             "cached_tokens": usages[0].cached_tokens if usages else 0,
             "finish_reasons": [reason for reason, _ in self._ends],
             "replicas": sorted({usage.replica for usage in usages}),

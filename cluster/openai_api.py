@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 TENANT_HEADER = "x-pagefleet-tenant"
 TIMEOUT_HEADER = "x-request-timeout-ms"
 RETRY_TOKEN_HEADER = "retry-token"
+TRACE_HEADER = "traceparent"
 
 _MAX_BODY_BYTES = 16 * 2**20
 
@@ -232,6 +233,7 @@ def _call(
         request_id=body.request_id or f"{prefix}-{secrets.token_hex(12)}",
         deadline_s=_timeout_s(headers.get(TIMEOUT_HEADER)),
         retry_token=headers.get(RETRY_TOKEN_HEADER, ""),
+        traceparent=headers.get(TRACE_HEADER, ""),
     )
     return caller.own(call)
 

@@ -28,7 +28,6 @@ from .config import CommandError
 
 _OBJECT_STORE_BYTES = 100 * 2**20  # control messages only: weights and tokens never pass it
 _START_ATTEMPTS = 2  # a busy machine can miss Ray's fixed limit of 30 s for a node's start
-_WORKER_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}  # before any worker loads OpenMP
 
 
 @contextmanager
@@ -85,12 +84,18 @@ def _short_tmp() -> str | None:
     return "/tmp" if os.access("/tmp", os.W_OK) else None
 
 
+def _worker_environment() -> dict[str, str]:
+    """What every actor's process finds: before it loads OpenMP, and where its spans go."""
+    traces = {name: value for name, value in os.environ.items() if name.startswith("OTEL_")}
+    return {"OMP_WAIT_POLICY": "passive", **traces}
+
+
 def _join(address: str) -> None:
     try:
         ray.init(
             address=address,
             namespace=f"pagefleet-{uuid4().hex[:8]}",
-            runtime_env={"env_vars": _WORKER_ENVIRONMENT},
+            runtime_env={"env_vars": _worker_environment()},
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
@@ -107,7 +112,7 @@ def _start(folder: Path, num_cpus: int | None) -> None:
                 num_cpus=num_cpus,
                 object_store_memory=_OBJECT_STORE_BYTES,
                 include_dashboard=False,
-                runtime_env={"env_vars": _WORKER_ENVIRONMENT},
+                runtime_env={"env_vars": _worker_environment()},
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 _temp_dir=str(folder / str(attempt)),

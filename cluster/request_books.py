@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..protos.errors import PagefleetError
+from ..workers.tracing import Span
 from .generation import OutputDelta
 from .metrics import GatewayMetrics, RequestMeter
 from .quotas import QuotaUse
@@ -33,11 +34,13 @@ class RequestBooks:
         metrics: GatewayMetrics,
         meter: RequestMeter,
         use: QuotaUse | None,
+        span: Span | None = None,
     ) -> None:
         self._names = names
         self._metrics = metrics
         self._meter = meter
         self._use = use
+        self._span = span
         metrics.begin(names.model)
 
     def observe(self, deltas: Sequence[OutputDelta]) -> None:
@@ -53,14 +56,31 @@ class RequestBooks:
         if self._use is not None:
             self._use.close()
         outcome = "ok" if error is None else error.reason.lower()
-        log_request_end(
-            {
-                "request_id": names.request_id,
-                "request_key": names.request_key,
-                "tenant": names.tenant,
-                "model": names.model,
-                "outcome": "cancelled" if cancelled else outcome,
-                "prompt_tokens": names.num_prompt_tokens,
-                **self._meter.summary(),
-            }
+        line: dict[str, object] = {
+            "request_id": names.request_id,
+            "request_key": names.request_key,
+            "tenant": names.tenant,
+            "model": names.model,
+            "outcome": "cancelled" if cancelled else outcome,
+            "prompt_tokens": names.num_prompt_tokens,
+            **self._meter.summary(),
+        }
+        if self._span is not None:
+            line["trace_id"] = self._span.trace_id
+            self._end_span(self._span, error)
+        log_request_end(line)
+
+    def _end_span(self, span: Span, error: PagefleetError | None) -> None:
+        names = self._names
+        span.set(
+            gen_ai__request__model=names.model,
+            gen_ai__usage__input_tokens=names.num_prompt_tokens,
+            gen_ai__usage__output_tokens=self._meter.num_tokens,
+            pagefleet__request_id=names.request_id,
+            pagefleet__request_key=names.request_key,
+            pagefleet__tenant=names.tenant,
         )
+        if error is None:
+            span.end()
+        else:
+            span.fail(error.reason)

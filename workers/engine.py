@@ -322,7 +322,8 @@ class Engine:
         except Exception:
             # The edge between a request and its neighbours: one that trips over a bug of ours
             # is one error, logged, and must not take the loop with it.
-            logger.exception("request %s could not be added", key)
+            fields = {"request_key": key, "request_id": live.request.request_id}
+            logger.exception("a request could not be added", extra={"fields": fields})
             self._scheduler.abort_request(key)
             self._deliver(live.error_deltas(InternalError("the engine could not take the request")))
 

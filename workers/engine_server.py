@@ -23,6 +23,7 @@ from ..protos.messages import SequenceDelta
 from .engine import Engine
 from .gateway_session import GatewaySession
 from .live_request import DeltaSink, error_deltas
+from .request_spans import RequestSpans
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class EngineServer:
     Args:
         grace_s: how long a gateway's sequences run on after its stream broke.
         max_messages: messages kept for a gateway that is away or slow; beyond, it is dropped.
+        spans: of traced requests; None = nothing is traced.
     """
 
     def __init__(
@@ -100,7 +102,9 @@ class EngineServer:
         stream_secret: str,
         grace_s: float = 2.0,
         max_messages: int = 4096,
+        spans: RequestSpans | None = None,
     ) -> None:
+        self._spans = spans
         self._engine = engine
         self._incarnation = incarnation
         self._secret = stream_secret.encode()
@@ -216,7 +220,7 @@ class EngineServer:
             case "cancel":
                 if session.is_live(command.cancel.request_key):
                     session.discard(command.cancel.request_key)
-                    self._engine.cancel(command.cancel.request_key)
+                    self._cancel(command.cancel.request_key)
             case "finish":
                 finish = command.finish
                 if session.is_live(finish.request_key):
@@ -231,7 +235,10 @@ class EngineServer:
             return  # sent again after a broken stream, because the gateway could not know
         session.add(key, [sample.index for sample in message.samples] or [0])
         try:
-            self._engine.submit(decode_engine_request(message), attachment.sink)
+            request = decode_engine_request(message)
+            if self._spans is not None:
+                self._spans.begin(request)
+            self._engine.submit(request, attachment.sink)
         except ValueError as error:
             self._refuse(session, message, InvalidArgument("submit", str(error)))
         except PagefleetError as error:
@@ -242,7 +249,15 @@ class EngineServer:
     ) -> None:
         indices: Iterable[int] = [sample.index for sample in message.samples] or [0]
         num_sent = dict.fromkeys(indices, 0)
-        session.put(self._engine.steps_done, error_deltas(message.request_key, num_sent, error))
+        deltas = error_deltas(message.request_key, num_sent, error)
+        if self._spans is not None:
+            self._spans.note(deltas)
+        session.put(self._engine.steps_done, deltas)
+
+    def _cancel(self, request_key: str) -> None:
+        self._engine.cancel(request_key)
+        if self._spans is not None:
+            self._spans.abandon(request_key)
 
     # -- gateways come and go ----------------------------------------------------------------
 
@@ -272,6 +287,8 @@ class EngineServer:
         return attachment
 
     def _put(self, session: GatewaySession, step: int, deltas: list[SequenceDelta]) -> None:
+        if self._spans is not None:
+            self._spans.note(deltas)
         session.put(step, deltas)
         attachment = self._attachments.get(session.gateway_id)
         if session.is_overrun and attachment is not None and attachment.session is session:
@@ -294,7 +311,7 @@ class EngineServer:
             end = _StreamEnd(grpc.StatusCode.RESOURCE_EXHAUSTED, "too much was left unread")
             attachment.stream.close(end)
         for request_key in session.live_keys:
-            self._engine.cancel(request_key)
+            self._cancel(request_key)
 
 
 def _well_formed(command: Command) -> engine_pb2.EngineCommand:

@@ -31,7 +31,9 @@ from .model_runner import MeasuredSpeed, ModelRunner
 from .prefix_mover import ExportGrant, ExportRequest, PrefixMover, PrefixOffer, TransferLink
 from .rendezvous import RankSpec
 from .reporter import ControllerLink, Reporter
+from .request_spans import RequestSpans
 from .step_times import StepTimes
+from .tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +127,9 @@ class Leader:
         asked_at: float | None = None,
         transfers: TransferLink | None = None,
         actors: tuple[str, ...] = (),
+        tracing: Tracing | None = None,
     ) -> None:
+        self._tracing = tracing
         self._engine = loaded.engine
         self._ended = threading.Event()
         self._end_reason = ReplicaEnd("")
@@ -137,7 +141,10 @@ class Leader:
         self._is_closed = False
         incarnation, stream_secret = uuid4().hex, secrets.token_hex(32)
         self._server = EngineServer(
-            self._engine, incarnation=incarnation, stream_secret=stream_secret
+            self._engine,
+            incarnation=incarnation,
+            stream_secret=stream_secret,
+            spans=None if tracing is None else RequestSpans(tracing, replica_id),
         )
         self._loop = LoopThread("pagefleet-leader")
         address = self._loop.submit(self._server.start(host)).result()
@@ -227,6 +234,8 @@ class Leader:
                 self._engine.shutdown()
                 self._loop.submit(self._server.stop()).result()
                 self._loop.stop()
+                if self._tracing is not None:
+                    self._tracing.close()
                 self._is_closed = True
 
     async def _report_first(self) -> None:

@@ -22,12 +22,14 @@ from ..scheduler.stats import SchedulerStats
 from .block_staging import BlockBatch
 from .block_storage import BlockStorage
 from .config import WorkerConfig
+from .json_log import write_logs_as_json
 from .leader import Leader, ReplicaEnd, load_engine
 from .prefix_mover import ExportGrant, ExportRequest, PrefixOffer
 from .process_identity import ProcessIdentity, this_process
 from .ray_transfers import RayTransferLink, read_shard
 from .rendezvous import RankSpec, open_group
 from .reporter import ControllerUnreachable
+from .tracing import tracing_from_environment
 
 T = TypeVar("T")
 
@@ -74,6 +76,7 @@ class Worker:
     def __init__(
         self, replica_id: str, model: str, config: WorkerConfig, controller: "ActorHandle[object]"
     ) -> None:
+        write_logs_as_json()
         self._replica_id = replica_id
         self._model = model
         self._config = config
@@ -115,6 +118,7 @@ class Worker:
             asked_at=asked_at,
             transfers=RayTransferLink(self._storage, actors) if actors else None,
             actors=actors,
+            tracing=tracing_from_environment("engine", self._replica_id),
         )
         # What was loaded lives as long as the process: no collection needs to look at it again.
         gc.collect()

@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from pagefleet.cluster import metrics
 from pagefleet.cluster.generation import GenerateCall, TextPrompt
 from pagefleet.cluster.metrics import GatewayMetrics
-from pagefleet.cluster.request_log import JsonFormatter
 from pagefleet.protos.errors import InvalidArgument, Overloaded, Unavailable
 from pagefleet.protos.messages import SamplingParams
+from pagefleet.workers.json_log import JsonFormatter
 
 
 def parse(text: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
