@@ -24,8 +24,10 @@ from ..scheduler.output import (
 from .block_staging import BlockBatch, StagedBlocks, StagedCopier, read_blocks
 from .copier import Copier, byte_view, choose_copy_bytes, make_copier
 from .faults import Faults
-from .faulty_blocks import NUM_GUARDS, BlockGuard, LateCopier, fresh_blocks
+from .faulty_blocks import NUM_GUARDS, BlockGuard, LateCopier, fill_with_nan, fresh_blocks
 from .models.config import DecoderConfig
+from .pinned_memory import PinnedMemory
+from .upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,11 @@ class BlockLayout:
 
 
 class BlockStorage:
-    """Device pool, host pool, and the copies of one rank."""
+    """Device pool, host pool, and the copies of one rank.
+
+    has_null_block: one block more than the scheduler knows of, `null_block`, where what is computed
+    for nobody may be written.
+    """
 
     def __init__(
         self,
@@ -65,6 +71,8 @@ class BlockStorage:
         device: torch.device,
         backend: KernelBackend,
         faults: Faults | None = None,
+        *,
+        has_null_block: bool = False,
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
@@ -73,26 +81,25 @@ class BlockStorage:
         self._device = device
         self._faults = faults or Faults()
         num_guards = NUM_GUARDS if self._faults.guard_block else 0
+        self.null_block = num_blocks if has_null_block else None
+        num_device_blocks = num_blocks + int(has_null_block) + num_guards
         # Not cleared: no kernel may read a slot before it was written, and untouched pages of
         # host memory cost nothing.
-        pool = torch.empty(
-            (num_blocks + num_guards, *layout.shape), dtype=layout.dtype, device=device
-        )
-        host_pool = torch.empty(
-            (num_host_blocks + num_guards, *layout.shape),
-            dtype=layout.dtype,
-            pin_memory=device.type == "cuda" and num_host_blocks > 0,
-        )
+        pool = torch.empty((num_device_blocks, *layout.shape), dtype=layout.dtype, device=device)
+        host_pool = torch.empty((num_host_blocks + num_guards, *layout.shape), dtype=layout.dtype)
         self._is_compiled = isinstance(backend, CpuBackend)
         if self._is_compiled:  # blocks are found twice as fast, for attention and for copies
             advise_huge_pages(pool)
             advise_huge_pages(host_pool)
+        self._pinned = None
+        if device.type == "cuda" and num_host_blocks > 0:
+            self._pinned = PinnedMemory(host_pool)
         self._guard = BlockGuard(pool, host_pool) if num_guards else None
         self.pool = pool if self._guard is None else self._guard.inner(pool)
         self.host_pool = host_pool if self._guard is None else self._guard.inner(host_pool)
         if self._faults.nan_fill:
-            self.pool.fill_(torch.nan)
-            self.host_pool.fill_(torch.nan)
+            fill_with_nan(self.pool)
+            fill_with_nan(self.host_pool)
         self.layers = [self.pool[:, index] for index in range(layout.num_layers)]
         self.staged = StagedBlocks(layout.num_bytes)
         self._copier: Copier | None = None
@@ -101,8 +108,8 @@ class BlockStorage:
     def take_fresh(self, output: SchedulerOutput) -> None:
         """Before a step: with `nan-fill`, its new blocks hold NaN until they are written."""
         if self._faults.nan_fill:
-            fresh = torch.from_numpy(fresh_blocks(output, self.layout.block_size))
-            self.pool[fresh.to(self._device)] = torch.nan
+            fresh = fresh_blocks(output, self.layout.block_size).astype(np.int64)
+            fill_with_nan(self.pool, upload(fresh, self._device))
 
     def check_guard(self) -> None:
         """After a step: with `guard-block`, raises GuardChanged where one was written to."""
@@ -117,8 +124,7 @@ class BlockStorage:
             [(copy.source, copy.target, copy.num_slots) for copy in copies], dtype=np.int64
         )
         sources, targets, num_slots = (
-            torch.from_numpy(np.ascontiguousarray(columns[:, index])).to(self._device)
-            for index in range(3)
+            upload(np.ascontiguousarray(columns[:, index]), self._device) for index in range(3)
         )
         self._backend.copy_slots(self.pool, sources, targets, num_slots)
 

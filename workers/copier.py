@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -115,7 +116,8 @@ class CudaCopier:
     """Copies between device and pinned host memory, one stream per direction.
 
     Ordered by events alone: a STORE waits for the step stream's work so far; a LOAD too, since
-    a step still running may read what stood in its targets.
+    a step still running may read what stood in its targets. Both pools outlive the copies, which
+    `close` waits for, so no allocator needs to know of the streams.
     """
 
     def __init__(self, pool: Tensor, host_pool: Tensor) -> None:
@@ -124,12 +126,11 @@ class CudaCopier:
             CopyKind.LOAD: (host_pool, pool),
         }
         self._device = pool.device
-        self._streams = {kind: torch.cuda.Stream(pool.device) for kind in CopyKind}
-        self._running: dict[CopyKind, deque[tuple[CopyJob, torch.cuda.Event, torch.cuda.Event]]] = {
-            kind: deque() for kind in CopyKind
-        }
+        self._streams = {kind: torch.cuda.Stream(pool.device) for kind in self._pools}
+        self._running: dict[CopyKind, deque[RunningCopy]] = {kind: deque() for kind in self._pools}
 
     def submit(self, job: CopyJob) -> None:
+        """See Copier."""
         stream = self._streams[job.kind]
         source, target = self._pools[job.kind]
         stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -138,19 +139,35 @@ class CudaCopier:
             began.record(stream)
             block_copy.copy_blocks(source, job.sources, target, job.targets)
             ended.record(stream)
-        self._running[job.kind].append((job, began, ended))
+        self._running[job.kind].append(RunningCopy(job.job_id, began, ended))
 
     def poll(self) -> tuple[CopyDone, ...]:
+        """See Copier."""
         done: list[CopyDone] = []
         for running in self._running.values():
-            while running and running[0][2].query():
-                job, began, ended = running.popleft()
-                done.append(CopyDone(job.job_id, elapsed_s=began.elapsed_time(ended) / 1e3))
+            # Copies of one stream end in the order of submission.
+            while running and running[0].ended.query():
+                done.append(running.popleft().done())
         return tuple(done)
 
     def close(self) -> None:
+        """See Copier."""
         for stream in self._streams.values():
             stream.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class RunningCopy:
+    """The events around a job's copies. The job itself, with its arrays, is not needed: the
+    addresses were told when the copies were submitted."""
+
+    job_id: int
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+
+    def done(self) -> CopyDone:
+        """Once `ended` has been reached."""
+        return CopyDone(self.job_id, elapsed_s=self.began.elapsed_time(self.ended) / 1e3)
 
 
 def byte_view(pool: Tensor) -> ByteBlocks:

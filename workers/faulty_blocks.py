@@ -42,6 +42,17 @@ class BlockGuard:
             raise GuardChanged(f"guards {changed} of {len(self._guards)} have been written to")
 
 
+def fill_with_nan(pool: Tensor, blocks: Tensor | None = None) -> None:
+    """All blocks, or those of the ids given: int64 [n], on the pool's device."""
+    value = torch.nan
+    if pool.dtype.itemsize == 1:  # few operations know such floats; all ones is NaN
+        pool, value = pool.view(torch.uint8), 0xFF
+    if blocks is None:
+        pool.fill_(value)
+    else:
+        pool[blocks] = value
+
+
 def fresh_blocks(output: SchedulerOutput, block_size: int) -> Int32Array:
     """Blocks that no token has been computed into before this step: int32 [n].
 

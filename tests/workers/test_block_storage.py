@@ -13,6 +13,7 @@ from pagefleet.kernels.reference import ReferenceBackend
 from pagefleet.kernels.select import select_backend
 from pagefleet.scheduler.output import CopyDone, CopyJob, CopyKind, DeviceCopy
 from pagefleet.workers.block_storage import BlockLayout, BlockStorage
+from pagefleet.workers.faults import Faults
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16])
@@ -147,3 +148,29 @@ def test_without_a_host_tier_nothing_is_started() -> None:
     assert storage.poll() == ()
     assert threading.active_count() == before
     storage.close()
+
+
+def test_a_null_block_lies_behind_those_that_the_scheduler_knows() -> None:
+    layout = BlockLayout(3, 4, 2, 8, torch.float32)
+    device, backend = torch.device("cpu"), ReferenceBackend()
+    storage = BlockStorage(layout, 12, 6, device, backend, has_null_block=True)
+    assert storage.null_block == storage.num_blocks == 12
+    assert len(storage.pool) == 13
+    assert len(storage.host_pool) == 6
+
+
+def test_blocks_of_fp8_are_copied_on_write_swapped_and_spoilt() -> None:
+    layout = BlockLayout(3, 4, 2, 8, torch.float8_e4m3fn)
+    faults, backend = Faults(nan_fill=True), select_backend(torch.device("cpu"), torch.float32)
+    storage = BlockStorage(layout, 12, 6, torch.device("cpu"), backend, faults)
+    assert storage.pool.float().isnan().all()
+    storage.pool.copy_(torch.randn(storage.pool.shape))
+    before = storage.pool.float()
+    storage.copy_on_write((DeviceCopy(3, 7, 2),))
+    storage.submit((job(1, CopyKind.STORE, [2, 3], [4, 5]),))
+    wait_for(storage, 1)
+    storage.close()
+    assert torch.equal(storage.pool[7, :, :, :2].float(), before[3, :, :, :2])
+    assert torch.equal(storage.pool[7, :, :, 2:].float(), before[7, :, :, 2:])
+    assert torch.equal(storage.host_pool[[4, 5]].float(), before[[2, 3]])
+    assert storage.layout.num_bytes == 3 * 2 * 4 * 2 * 8
