@@ -113,6 +113,10 @@ def serve(
     tls_client_ca: Annotated[
         Path | None, typer.Option(help="Clients need a certificate of this CA (mTLS).")
     ] = None,
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(help="Send a trace of each request there; also from OTEL_EXPORTER_OTLP_…."),
+    ] = None,
     fault: Annotated[
         list[str] | None,
         typer.Option(
@@ -136,6 +140,13 @@ def serve(
         )
     except SecurityError as error:
         raise CommandError(str(error)) from error
+    if otlp_endpoint is not None:
+        from ..workers.tracing import TracingUnavailable, send_traces_to
+
+        try:
+            send_traces_to(otlp_endpoint)
+        except (ValueError, TracingUnavailable) as error:
+            raise CommandError(f"--otlp-endpoint: {error}") from error
     names = served_model_name or []
     if model and "" in model:  # an unset variable of a script, say
         raise CommandError("--model is empty; without it the default model is served")

@@ -11,10 +11,11 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span as OtelSpan
     from opentelemetry.trace import Tracer
 
@@ -158,13 +159,34 @@ def tracing_from_environment(role: str, instance: str) -> Tracing | None:
         return None
 
 
+def send_traces_to(endpoint: str) -> None:
+    """Let this process, and those it starts, send spans there.
+
+    Raises ValueError for what is no endpoint, TracingUnavailable.
+    """
+    if not endpoint.startswith(("http://", "https://")):
+        raise ValueError(f"{endpoint!r} does not begin with http:// or https://")
+    os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
+    _make_exporter()
+
+
 def make_tracing(role: str, instance: str) -> Tracing:
     """Spans to the endpoint that the environment names. Raises TracingUnavailable."""
-    try:
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    exporter = _make_exporter()
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+    attributes: dict[str, str] = {"service.instance.id": instance}
+    if "OTEL_SERVICE_NAME" not in os.environ:
+        attributes["service.name"] = f"pagefleet-{role}"
+    provider = TracerProvider(resource=Resource.create(attributes))
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return Tracing(provider)
+
+
+def _make_exporter() -> "SpanExporter":
+    try:
         if _protocol() == "grpc":
             from opentelemetry.exporter.otlp.proto.grpc import trace_exporter  # pyright: ignore
         else:
@@ -173,13 +195,7 @@ def make_tracing(role: str, instance: str) -> Tracing:
         raise TracingUnavailable(
             f"traces cannot be sent: {error}; pip install 'pagefleet[tracing]'"
         ) from error
-    attributes: dict[str, str] = {"service.instance.id": instance}
-    if "OTEL_SERVICE_NAME" not in os.environ:
-        attributes["service.name"] = f"pagefleet-{role}"
-    provider = TracerProvider(resource=Resource.create(attributes))
-    exporter = trace_exporter.OTLPSpanExporter()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    provider.add_span_processor(BatchSpanProcessor(exporter))  # pyright: ignore[reportUnknownArgumentType]
-    return Tracing(provider)
+    return cast("SpanExporter", trace_exporter.OTLPSpanExporter())  # pyright: ignore
 
 
 def _protocol() -> str:

@@ -22,7 +22,13 @@ from pagefleet.protos import inference_pb2 as pb
 from pagefleet.protos.inference_pb2_grpc import InferenceStub
 from pagefleet.workers.config import WorkerConfig
 from pagefleet.workers.leader import Leader, load_engine
-from pagefleet.workers.tracing import Tracing, is_wanted
+from pagefleet.workers.tracing import (
+    Tracing,
+    TracingUnavailable,
+    is_wanted,
+    send_traces_to,
+    tracing_from_environment,
+)
 
 TRACE_ID, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{CALLER}-01"
@@ -155,6 +161,19 @@ def test_is_off_unless_the_environment_names_an_endpoint():
     assert not is_wanted(
         {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x", "OTEL_TRACES_EXPORTER": "none"}
     )
+
+
+def test_the_flag_names_an_endpoint_and_what_is_missing(monkeypatch):
+    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        monkeypatch.setenv(name, "")  # and back as it was, afterwards
+    with pytest.raises(ValueError, match="http://"):
+        send_traces_to("localhost:4318")
+    send_traces_to("http://localhost:4318")
+    assert is_wanted()
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http", None)
+    with pytest.raises(TracingUnavailable, match=r"pagefleet\[tracing\]"):
+        send_traces_to("http://localhost:4318")
+    assert tracing_from_environment("engine", "r0") is None, "a warning, not a dead replica"
 
 
 def test_imports_nothing_of_opentelemetry_while_it_is_off():
