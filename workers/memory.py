@@ -1,6 +1,7 @@
 """How one rank's memory is divided: weights, workspace, reserve, and what is left for KV blocks.
 
-Knows sizes and the machine's limits, no tensor of the model.
+Knows sizes and the machine's limits, no tensor of the model. What a GPU really takes is measured
+by `device_profile` and comes in as a value.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
@@ -24,6 +25,65 @@ PROMPT_LOGITS_BYTES = 64 * 2**20
 
 class NotEnoughMemory(ModelError):
     """What is left cannot hold a KV pool of any use."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceReading:
+    """What the driver and torch say of a GPU at one moment, in bytes.
+
+    free, total: of the device, whoever uses it. allocated, reserved: of this process, by torch's
+    allocator; peak: the most that was allocated since it was last asked to forget.
+    """
+
+    free: int
+    total: int
+    allocated: int
+    reserved: int
+    peak: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProfile:
+    """What a rank takes of its GPU beside KV blocks, measured.
+
+    start: before it took anything; loaded: with its weights; stepped: after a step of the greatest
+    size. graphs: bytes that recorded steps will take.
+    """
+
+    start: DeviceReading
+    loaded: DeviceReading
+    stepped: DeviceReading
+    graphs: int = 0
+
+    @property
+    def activations(self) -> int:
+        """Of the step, at its peak."""
+        return max(0, self.stepped.peak - self.loaded.allocated)
+
+    @property
+    def untracked(self) -> int:
+        """Taken since the start outside of torch's allocator: by NCCL, cuBLAS, loaded kernels. What
+        another process took meanwhile cannot be told from it, and is as little ours to give."""
+        taken = self.start.free - self.stepped.free
+        return max(0, taken - (self.stepped.reserved - self.start.reserved))
+
+    def budget(self, fraction: float) -> int:
+        """Bytes for workspace, reserve and KV pool. What other processes hold is not ours, and
+        `fraction` of the whole device is the most that all of ours may take."""
+        most = min(self.start.free, int(self.start.total * fraction))
+        return most - self.loaded.allocated - self.untracked - self.graphs
+
+    @property
+    def text(self) -> str:
+        """One line."""
+        parts = {
+            "weights": self.loaded.allocated,
+            "activations": self.activations,
+            "outside torch": self.untracked,
+            "graphs": self.graphs,
+            "others": self.start.total - self.start.free,
+        }
+        return ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in parts.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,22 +134,28 @@ def plan_memory(
     weights: int,
     element_size: int,
     num_sharers: int = 1,
+    kv_element_size: int | None = None,
+    profile: DeviceProfile | None = None,
 ) -> MemoryPartition:
     """Sizes of all parts; call it once the weights are loaded.
 
     num_sharers: ranks that take from the same memory: a GPU has one, a host may have several.
+    kv_element_size: None = element_size, the activations'. profile: what was measured; None =
+    estimated.
 
     The pool never exceeds what all rows at the longest context could fill.
     """
-    block_bytes = model.block_bytes(config.block_size, element_size)
+    block_bytes = model.block_bytes(config.block_size, kv_element_size or element_size)
     workspace = workspace_bytes(config, model, element_size)
+    if profile is not None:
+        workspace = profile.activations
     reserve = 0
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
     elif config.kv_memory is not None:
         num_blocks = config.kv_memory // block_bytes
     else:
-        budget, reserve = _budget(config, device, weights, num_sharers)
+        budget, reserve = _budget(config, device, weights, num_sharers, profile)
         most = config.max_num_sequences * -(-max_context // config.block_size)
         num_blocks = min((budget - workspace - reserve) // block_bytes, most)
     if num_blocks < 1:
@@ -123,9 +189,16 @@ def workspace_bytes(config: WorkerConfig, model: DecoderConfig, element_size: in
 
 
 def _budget(
-    config: WorkerConfig, device: torch.device, weights: int, num_sharers: int
+    config: WorkerConfig,
+    device: torch.device,
+    weights: int,
+    num_sharers: int,
+    profile: DeviceProfile | None,
 ) -> tuple[int, int]:
     """Bytes for workspace, reserve and pool, and how much of them the reserve is."""
+    if profile is not None:
+        fraction = config.memory_fraction or _CUDA_FRACTION
+        return profile.budget(fraction), int(profile.start.total * _RESERVE_FRACTION)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         fraction = config.memory_fraction or _CUDA_FRACTION

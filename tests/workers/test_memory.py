@@ -10,7 +10,13 @@ from model_driver import load_runner
 
 from pagefleet.workers import memory
 from pagefleet.workers.config import WorkerConfig
-from pagefleet.workers.memory import MemoryPartition, NotEnoughMemory, plan_memory
+from pagefleet.workers.memory import (
+    DeviceProfile,
+    DeviceReading,
+    MemoryPartition,
+    NotEnoughMemory,
+    plan_memory,
+)
 from pagefleet.workers.models.config import DecoderConfig
 from pagefleet.workers.models.families import read_config
 
@@ -72,6 +78,55 @@ def test_workspace_counts_logits_of_all_rows(model: DecoderConfig) -> None:
     assert grown > 200 * 200_000 * 4
 
 
+def reading(free: int, allocated: int = 0, reserved: int = 0, peak: int = 0) -> DeviceReading:
+    """Of a GPU with 1000 MiB, in MiB."""
+    return DeviceReading(free * MIB, 1000 * MIB, allocated * MIB, reserved * MIB, peak * MIB)
+
+
+START = reading(free=900)  # 100 are another process's
+LOADED = reading(free=680, allocated=200, reserved=210, peak=205)
+STEPPED = reading(free=550, allocated=200, reserved=320, peak=300)  # and 30 outside of torch
+PROFILE = DeviceProfile(START, LOADED, STEPPED, graphs=40 * MIB)
+
+
+def test_a_gpus_profile_tells_ours_from_others() -> None:
+    assert PROFILE.activations == 100 * MIB
+    assert PROFILE.untracked == 30 * MIB
+    assert PROFILE.budget(0.9) == (900 - 200 - 30 - 40) * MIB
+    assert PROFILE.budget(0.5) == (500 - 200 - 30 - 40) * MIB
+    crowded = replace(PROFILE, start=reading(free=600), stepped=reading(250, 200, 320, 300))
+    assert crowded.budget(0.9) == (600 - 200 - 30 - 40) * MIB, "others have 400 of the 1000"
+    for name in ("weights 200", "activations 100", "outside torch 30", "graphs 40", "others 100"):
+        assert f"{name} MiB" in PROFILE.text
+
+
+def test_who_gives_memory_back_meanwhile_is_no_gain() -> None:
+    """Another process ended: what it freed was not there when ours was counted."""
+    later = replace(PROFILE, stepped=reading(free=650, allocated=200, reserved=320, peak=300))
+    assert later.untracked == 0
+    assert later.budget(0.95) == (900 - 200 - 40) * MIB
+
+
+def test_a_profiled_pool_leaves_room_for_all_that_was_measured(model: DecoderConfig) -> None:
+    config = replace(CONFIG, max_num_sequences=10_000)
+    cuda = torch.device("cuda")
+    found = plan_memory(config, model, 512, cuda, 200 * MIB, 4, profile=PROFILE)
+    block = model.block_bytes(16, 4)
+    assert found.workspace == 100 * MIB
+    assert found.reserve == 20 * MIB
+    left = PROFILE.budget(0.9) - found.workspace - found.reserve
+    assert left - block < found.kv_pool <= left
+
+
+def test_narrower_blocks_are_more_blocks(model: DecoderConfig) -> None:
+    config = replace(CONFIG, kv_memory=100 * model.block_bytes(16, 4), host_memory=MIB)
+    wide = plan(model, config)
+    narrow = plan_memory(config, model, 512, torch.device("cpu"), MIB, 4, kv_element_size=1)
+    assert narrow.num_blocks == 4 * wide.num_blocks == 400
+    assert narrow.num_host_blocks == MIB // model.block_bytes(16, 1)
+    assert narrow.workspace == wide.workspace
+
+
 def test_available_memory_is_the_tightest_limit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -97,7 +152,8 @@ def test_the_partition_of_a_loaded_runner_adds_up(tmp_path: Path) -> None:
     assert runner.num_blocks == 64
     assert runner.num_host_blocks == partition.num_host_blocks > 0
     weights = (folder / "model.safetensors").stat().st_size
-    assert weights * 0.9 < partition.weights <= weights
+    # Kernels may fill a weight's outputs up to whole panels.
+    assert weights * 0.9 < partition.weights <= weights * 1.05
 
 
 @pytest.mark.parametrize(
