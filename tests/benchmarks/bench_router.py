@@ -1,19 +1,21 @@
 """One routing decision: hash in the gateway, then match, cost and reserve in the controller.
 
-    python tests/benchmarks/bench_router.py [--trace FILE] [--json FILE] [--quick]
+    python tests/benchmarks/bench_router.py [--trace FILE] [--unique N] [--json FILE] [--quick]
 
 Prompts are those of a trace, or conversations of about 14,000 tokens where none is given, in
-blocks of 16. Replicas hold a million indexed blocks together. CPU time of this thread. Beside it
-Ray Serve's prefix tree and Dynamo's radix tree, where they can be imported.
+blocks of 16; then N prompts that share nothing, whose first and last tenth should cost the same.
+Replicas hold a million indexed blocks together. CPU time of this thread. Beside it Ray Serve's
+prefix tree and Dynamo's radix tree, where they can be imported: these only hash and match.
 """
 
 import argparse
 import gc
 import importlib
+import json
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -133,8 +135,15 @@ def make_prompts(trace: Path | None, count: int) -> list[Int32Array]:
     return [request.prompt() for request in workload.requests[:count]]
 
 
+def unique_prompts(count: int) -> Iterator[Int32Array]:
+    """Prompts of 14,000 tokens that share nothing."""
+    rng = np.random.default_rng(3)
+    for _ in range(count):
+        yield rng.integers(0, 50_000, 14_000, dtype=np.int32)
+
+
 def bench_decisions(
-    prompts: list[Int32Array], num_replicas: int
+    prompts: Iterable[Int32Array], num_replicas: int
 ) -> tuple[list[float], list[float], list[float]]:
     """µs of hashing, of reserve, and per index event."""
     config = ControllerConfig(late_binding=LateBindingConfig())
@@ -159,7 +168,7 @@ def bench_decisions(
             num_tokens=len(prompt),
             num_samples=1,
             max_tokens=200,
-            admission_class=AdmissionClass.GUARANTEED,
+            admission_class=AdmissionClass.STANDARD,
         )
         answer = controller.reserve(request, now)
         end = time.thread_time_ns()
@@ -213,14 +222,24 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def bench_dynamo(prompts: list[Int32Array], num_replicas: int) -> float | None:
-    """Mean µs to hash and match in Dynamo's Rust tree; None where it is not installed."""
+    """Mean µs to hash and match in Dynamo's Rust tree of as many blocks; None where it is not
+    installed."""
     try:
         dynamo = importlib.import_module("dynamo.llm")
     except ImportError:
         return None
     tree = dynamo.RadixTree()
+
+    def store(prompt: Int32Array, worker: int) -> None:
+        hashes = dynamo.compute_block_hash_for_seq(prompt.tolist(), BLOCK_SIZE)
+        blocks = [{"block_hash": each, "tokens_hash": each} for each in hashes]
+        data = {"stored": {"parent_hash": None, "blocks": blocks}}
+        tree.apply_event(worker, json.dumps({"event_id": 1, "data": data, "dp_rank": 0}).encode())
+
+    for number, prompt in enumerate(unique_prompts(NUM_BLOCKS * BLOCK_SIZE // 14_000)):
+        store(prompt, number % num_replicas)
     times: list[float] = []
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts):
         tokens = prompt.tolist()
         times.append(
             timed(
@@ -229,6 +248,7 @@ def bench_dynamo(prompts: list[Int32Array], num_replicas: int) -> float | None:
                 )
             )
         )
+        store(prompt, number % num_replicas)
     return float(np.mean(times))
 
 
@@ -251,9 +271,19 @@ def bench_ray_tree(prompts: list[Int32Array], num_replicas: int) -> float | None
     return float(np.mean(times))
 
 
+def bench_unique(count: int) -> Row:
+    """Whether a decision stays as cheap: the last tenth of unique prompts beside the first."""
+    hashing, reserving, _ = bench_decisions(unique_prompts(count), 8)
+    total = np.add(hashing, reserving)
+    tenth = count // 10
+    first, last = float(np.median(total[:tenth])), float(np.median(total[-tenth:]))
+    return Row(f"{count:,} unique", "us", last, first, "the first tenth of them")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", type=Path)
+    parser.add_argument("--unique", type=int, default=5_000, help="prompts that share nothing")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="fewer prompts")
     options = parser.parse_args()
@@ -270,11 +300,13 @@ def main() -> None:
         rows += [
             Row(f"{case}, mean", "us", float(total.mean()), dynamo, "Dynamo RadixTree"),
             Row(f"{case}, mean", "us", float(total.mean()), tree, "Ray Serve PrefixTree"),
+            Row(f"{case}, median", "us", float(np.median(total)), None, "-"),
             Row(f"{case}, p99", "us", float(np.percentile(total, 99)), None, "-"),
             Row(f"{case}, hashing", "us", float(np.mean(hashing)), None, "-"),
             Row(f"{case}, reserve", "us", float(np.mean(reserving)), None, "-"),
             Row(f"{case}, an event", "us", float(np.mean(events)), None, "-"),
         ]
+    rows.append(bench_unique(options.unique))
     bytes_per_block = measure_index_memory()
     rows.append(Row("index, per block", "bytes", bytes_per_block, None, "-"))
     print_rows("router", rows)
