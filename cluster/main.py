@@ -281,8 +281,8 @@ def top(
     server: Server = _SERVER,
     period: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
 ) -> None:
-    """The same as `status`, kept up to date until Ctrl-C."""
-    from .status_view import watch
+    """Pools, decisions, queue and leases as they change, until Ctrl-C."""
+    from .top_command import watch
 
     watch(server, period, Console())
 

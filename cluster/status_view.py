@@ -3,21 +3,13 @@
 Knows the public message of `GetClusterState` and rich.
 """
 
-import signal
-from collections.abc import Generator
-from contextlib import contextmanager
-from threading import Event
-from types import FrameType
-
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from ..protos import inference_pb2 as pb
-from .client import Client
 from .tables import make_table
 
 _BAR_WIDTH = 24
@@ -35,39 +27,6 @@ def message_as_json(message: Message) -> dict[str, object]:
     return MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-
-
-def watch(target: str, period_s: float, console: Console) -> None:
-    """Show the cluster's state until interrupted; in a pipe, one below the other."""
-    with Client(target) as client, _interruption() as interrupted:
-        if not console.is_terminal:
-            console.print(status_view(client.cluster_state()), "")
-            while not interrupted.wait(period_s):
-                console.print(status_view(client.cluster_state()), "")
-            return
-        with Live(status_view(client.cluster_state()), console=console, screen=True) as live:
-            while not interrupted.wait(period_s):
-                live.update(status_view(client.cluster_state()))
-
-
-@contextmanager
-def _interruption() -> Generator[Event]:
-    """Set by the first Ctrl-C: an exception could be raised, and lost, in a callback of gRPC.
-
-    The second one interrupts as ever, should a call not come back.
-    """
-    interrupted = Event()
-    before = signal.getsignal(signal.SIGINT)
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        interrupted.set()
-        signal.signal(signal.SIGINT, before)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def status_view(state: pb.GetClusterStateResponse) -> Group:
