@@ -1,16 +1,20 @@
 """Each serveConfigV2: Ray's schema, unknown keys refused, our arguments, and what it names."""
 
+import json
+import shlex
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, get_args
 
 import pytest
 import yaml
 from kubernetes_checks import OVERLAYS, VALUES, Manifest, of_kind, ray_cluster, rendered
 from pydantic import BaseModel
+from ray.serve import Application
 from ray.serve.schema import ServeDeploySchema
 
+from pagefleet.cluster import serve_app
 from pagefleet.cluster.serve_args import ServeArgs
+from pagefleet.cluster.serve_replica import STOP_MARGIN_S
 
 SERVED = [f"kustomize/{name}" for name in OVERLAYS if not name.endswith("-raycluster")]
 SERVED += [f"helm/{name}" for name in VALUES if not name.endswith("raycluster")]
@@ -77,11 +81,22 @@ def test_an_unknown_key_is_found(wrong: Manifest, found: list[str]):
     assert unknown_keys(wrong, ServeDeploySchema) == found
 
 
-@pytest.mark.skipif(find_spec("pagefleet.cluster.serve_app") is None, reason="not there yet")
-def test_what_it_names_is_there(config):
+def test_what_it_names_can_be_built(config, args):
     (application,) = config["applications"]
     module, _, name = application["import_path"].partition(":")
-    assert callable(getattr(import_module(module), name))
+    assert isinstance(getattr(import_module(module), name)(args), Application)
+
+
+def test_gateways_are_where_the_service_sends_clients(manifests, config):
+    """It sends nobody to the head."""
+    cluster = ray_cluster(manifests)
+    (deployment,) = config["applications"][0]["deployments"]
+    assert deployment["name"] == serve_app.GATEWAY
+    needed = deployment["ray_actor_options"]["resources"].keys()
+    assert "resources" not in cluster["headGroupSpec"]["rayStartParams"]
+    for group in cluster["workerGroupSpecs"]:
+        (flag,) = shlex.split(group["rayStartParams"]["resources"])
+        assert needed <= json.loads(flag).keys()
 
 
 def test_the_service_carries_both_ports(manifests, service, args):
@@ -105,7 +120,7 @@ def test_probes_and_monitors_know_the_ports(manifests, args):
 
 
 def test_no_upgrade_cuts_a_stream(manifests, service, args):
-    longest_s = args.max_stream_s + args.drain_s
+    longest_s = max(args.max_stream_s, args.drain_s) + STOP_MARGIN_S  # as Serve is told
     assert service["rayClusterDeletionDelaySeconds"] >= longest_s
     assert service["excludeHeadPodFromServeSvc"] is True
     for group in ray_cluster(manifests)["workerGroupSpecs"]:

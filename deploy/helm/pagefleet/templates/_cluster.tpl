@@ -109,6 +109,7 @@ minReplicas: {{ .Values.workers.minReplicas }}
 maxReplicas: {{ .Values.workers.maxReplicas }}
 rayStartParams:
   object-store-memory: "268435456"
+  resources: "'{\"gateway\": 1}'"
 template:
   metadata:
     labels:

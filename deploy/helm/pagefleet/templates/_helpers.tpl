@@ -38,6 +38,11 @@ applications:
   - name: pagefleet
     import_path: pagefleet.cluster.serve_app:app
     route_prefix: /
+    deployments:
+      - name: Gateway
+        ray_actor_options:
+          num_cpus: 0
+          resources: {gateway: 0.001}
     args:
       {{- toYaml $args | nindent 6 }}
 {{- end }}
