@@ -15,7 +15,7 @@ BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 _TABLE_ENTRY_BYTES = 4  # a block table is int32
 _MAX_WASTE = 0.05  # of the slots: above it a block size is not recommended
 _SMALLEST_RECOMMENDED = 16  # below it tables and copies cost more than the slots they save
-_ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8": 1, "int8": 1}
+_ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "float8": 1, "int8": 1}
 
 
 @dataclass(frozen=True, slots=True)

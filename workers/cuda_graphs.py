@@ -25,8 +25,8 @@ Plan = Callable[[AttentionMetadata, HostLayout, int], None]
 _FIRST_SIZES = (1, 2, 4)
 _STEPS = ((64, 8), (128, 16), (256, 32))  # up to this size, in steps of this many
 _FARTHER_STEP = 64
-# What the driver keeps of one recording; its tensors lie in memory that all of them share.
-GRAPH_BYTES = 8 * 2**20
+# What the driver and the plans of one recording take; its tensors lie in memory that all share.
+GRAPH_BYTES = 24 * 2**20
 
 
 class Graph(Protocol):

@@ -2,16 +2,18 @@
 closure; a real recording needs a GPU and is made in tests/gpu."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from factories import make_llama
-from model_driver import load_runner
+from model_driver import GREEDY, load_runner, make_request, random_prompt, serve
 from torch import Tensor
 
 from pagefleet.kernels.metadata import AttentionMetadata, HostLayout
+from pagefleet.workers import model_runner
 from pagefleet.workers.cuda_graphs import DecodeGraphs, GraphSettings, graph_sizes
 from pagefleet.workers.input_batch import StepLayout
 from pagefleet.workers.model_runner import ModelRunner
@@ -159,3 +161,35 @@ def test_the_model_computes_the_same_padded(runner: ModelRunner) -> None:
         changed = (runner.storage.pool != before).flatten(1).any(1)
         changed[NULL_BLOCK] = False  # NaN differs from itself
         assert set(changed.nonzero().flatten().tolist()) <= set((layout.slots // 4).tolist())
+
+
+def test_served_answers_are_the_same_with_recorded_decodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runner's own use of them: prompts and decodes side by side, rows coming and going."""
+    folder = make_llama(tmp_path / "model")
+    requests = [
+        make_request(
+            str(index),
+            random_prompt(length, 100, seed=index),
+            replace(GREEDY, max_tokens=8 + 4 * index),
+        )
+        for index, length in enumerate([3, 40, 17, 8, 60])
+    ]
+    plain = serve(load_runner(folder), requests)
+    replays: list[int] = []
+
+    class Counted(Replayed):
+        def replay(self) -> None:
+            replays.append(len(self.output))
+            super().replay()
+
+    monkeypatch.setattr(model_runner, "_graph_sizes", lambda *_: (1, 2, 4, 8))
+    monkeypatch.setattr(model_runner, "CudaCapture", lambda _: Counted)
+    recorded = load_runner(folder)
+    assert recorded.storage.null_block == recorded.num_blocks == 64
+    found = serve(recorded, requests)
+    assert {key: answer.token_ids for key, answer in found.items()} == {
+        key: answer.token_ids for key, answer in plain.items()
+    }
+    assert set(replays) == {1, 2, 4, 8}, "steps that only decode were replayed"
