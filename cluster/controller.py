@@ -38,6 +38,7 @@ from .prefix_forest import Run
 from .replica_view import ReplicaView
 
 _WATCHDOG_STEPS = 20  # a step may take so many times its usual length before it counts as stuck
+_LOOK_INTERVAL_S = 0.1  # between two looks at all replicas: ticks may come much oftener
 _UNKNOWN_MODEL_RETRY_S = 1.0
 _REPLACED_RETRY_S = 1.0
 _MAX_REMEMBERED_DEAD = 1024
@@ -91,6 +92,7 @@ class Controller:
         self.config = config
         self._rng = rng
         self._started_at = now
+        self._looked_at = -math.inf
         # By model: the pool that new requests go to, then those of other weights that some replica
         # still has, or that requests still wait for.
         self._pools: dict[str, list[ModelPool]] = {}
@@ -504,7 +506,7 @@ class Controller:
             waiting.request.request_key,
             waiting.request.attempt,
             len(pool.queue),
-            pool.expected_wait_s(now),
+            pool.expected_wait_s(waiting.tenant, now),
         )
 
     def _refuse_unknown_model(self, request: ReserveRequest, now: float) -> Refused:
@@ -517,6 +519,9 @@ class Controller:
 
     def _find_dead(self, now: float) -> list[ReplicaInfo]:
         dead: list[ReplicaInfo] = []
+        if now - self._looked_at < _LOOK_INTERVAL_S:
+            return dead
+        self._looked_at = now
         for _, view in self._views.values():
             patience = max(self.config.watchdog_s, _WATCHDOG_STEPS * view.longest_step_s)
             silent = now - max(view.reported_at, view.registered_at) > patience

@@ -46,7 +46,7 @@ class LateBindingConfig:
     """
 
     start_slack_s: float = 0.0
-    size_cap_s: float = 0.45
+    size_cap_s: float = 0.7
     duplicate_weight: float = 1.0
     crowding_s: float = 0.6
     scarcity_weight: float = 1.3
