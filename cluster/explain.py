@@ -32,7 +32,7 @@ def explain(pool: ModelPool, request: ReserveRequest, now: float) -> Explanation
         replica_id=view.info.replica_id if view else None,
         lease_blocks=need.num_blocks,
         expected_output_tokens=round(need.expected_output_tokens),
-        expected_wait_s=0.0 if view else pool.expected_wait_s(now),
+        expected_wait_s=0.0 if view else pool.expected_wait_s(request.tenant, now),
         queue_position=len(pool.queue),
         replicas=costs,
     )
@@ -59,7 +59,9 @@ def _costs(pool: ModelPool, routed: RoutedRequest, now: float) -> tuple[ReplicaE
     for slot, view in sorted(pool.pool.by_slot.items()):
         missing = routed.num_blocks - view.available_blocks
         blocks_s = wait_for_blocks_s(missing, pool.releases(slot), now)
-        blocks_ms = 1e3 * (pool.admission.max_retry_after_s if blocks_s is None else blocks_s)
+        blocks_ms = 1e3 * (
+            pool.admission.appointments.max_retry_after_s if blocks_s is None else blocks_s
+        )
         explained.append(
             ReplicaExplanation(
                 replica_id=view.info.replica_id,

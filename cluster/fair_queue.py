@@ -13,6 +13,7 @@ import numpy as np
 from ..protos.messages import ReserveRequest
 from .admission import Need
 from .replica_view import BoolArray, FloatArray, IntArray
+from .wait_forecast import Work
 
 
 @dataclass(slots=True)
@@ -40,9 +41,22 @@ class WaitingRequest:
         return self.request.tenant
 
     @property
-    def block_seconds(self) -> float:
-        """What it is expected to use."""
-        return self.need.num_blocks * self.duration_s
+    def work(self) -> Work:
+        """What it is expected to ask of the cluster."""
+        request, duration_s = self.request, self.duration_s
+        return Work(
+            request.num_tokens,
+            self.need.num_blocks * duration_s,
+            request.num_samples * duration_s,
+        )
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """One tenant's part of the queue."""
+
+    num_waiting: int = 0
+    work: Work = field(default_factory=Work)
 
 
 class FairQueue:
@@ -52,12 +66,11 @@ class FairQueue:
         self._by_key: dict[str, WaitingRequest] = {}
         self._rows: list[WaitingRequest | None] = [None] * 16
         self._free_rows = list(range(15, -1, -1))
-        self._tenants: dict[str, int] = {}  # tenant → number waiting
+        self._tenants: dict[str, _Tenant] = {}  # those who wait
         self._deficits: dict[str, float] = {}
         self._mean_cost = 1.0
         self.mean_wait_s = 0.0
-        self.num_tokens = 0
-        self.block_seconds = 0.0
+        self.work = Work()
         self.tokens: FloatArray = np.zeros(16)
         self.needs: IntArray = np.zeros(16, dtype=np.int64)
         self.since: FloatArray = np.zeros(16)
@@ -97,6 +110,24 @@ class FairQueue:
         return 0.0 if oldest is None else now - oldest.arrived_at
 
     @property
+    def num_tokens(self) -> int:
+        """Prompt tokens that wait."""
+        return self.work.num_tokens
+
+    @property
+    def tenants(self) -> set[str]:
+        """Who waits."""
+        return set(self._tenants)
+
+    def num_waiting(self, tenant: str) -> int:
+        """How many requests of the tenant wait."""
+        return self._tenants[tenant].num_waiting if tenant in self._tenants else 0
+
+    def work_of(self, tenant: str) -> Work:
+        """What the tenant's waiting requests ask for."""
+        return self._tenants[tenant].work if tenant in self._tenants else Work()
+
+    @property
     def num_rows(self) -> int:
         """Rows of the arrays, free ones included."""
         return len(self._rows)
@@ -125,13 +156,11 @@ class FairQueue:
         self.needs[row] = waiting.need.num_blocks
         self.since[row] = waiting.since - waiting.bonus_s
         self.durations[row] = waiting.duration_s
-        self.tenant_ids[row] = self._enter(waiting.tenant)
+        self.tenant_ids[row] = self._enter(waiting)
         self.waiting[row] = True
         self.barred[row] = False
         for slot in range(num_slots) if waiting.excluded else ():
             self.barred[row, slot] = bool(waiting.excluded >> slot & 1)
-        self.num_tokens += waiting.request.num_tokens
-        self.block_seconds += waiting.block_seconds
         return row
 
     def remove(self, waiting: WaitingRequest) -> None:
@@ -140,11 +169,7 @@ class FairQueue:
         self._rows[waiting.row] = None
         self._free_rows.append(waiting.row)
         self.waiting[waiting.row] = False
-        self.num_tokens -= waiting.request.num_tokens
-        self.block_seconds -= waiting.block_seconds
-        if not self._by_key:
-            self.block_seconds = 0.0
-        self._leave(waiting.tenant)
+        self._leave(waiting)
 
     def admit_to(self, slot: int) -> None:
         """The slot has another replica now: nobody is barred from it."""
@@ -193,29 +218,40 @@ class FairQueue:
         assert len(used) == len(self._by_key) == int(self.waiting.sum())
         assert len(used) + len(self._free_rows) == len(self._rows)
         assert self.num_tokens == sum(waiting.request.num_tokens for waiting in used)
-        assert self.num_tokens >= 0 and self.block_seconds > -1e-6 * len(self._rows)
+        assert self.num_tokens >= 0 and self.work.block_seconds > -1e-6 * len(self._rows)
         counts: dict[str, int] = {}
         for waiting in used:
             counts[waiting.tenant] = counts.get(waiting.tenant, 0) + 1
             assert self._rows[waiting.row] is waiting
-        assert counts == self._tenants, f"{counts} wait, {self._tenants} counted"
+        counted = {name: tenant.num_waiting for name, tenant in self._tenants.items()}
+        assert counts == counted, f"{counts} wait, {counted} counted"
 
-    def _enter(self, tenant: str) -> int:
-        self._tenants[tenant] = self._tenants.get(tenant, 0) + 1
-        number = self._tenant_numbers.get(tenant)
+    def _enter(self, waiting: WaitingRequest) -> int:
+        name, work = waiting.tenant, waiting.work
+        tenant = self._tenants.setdefault(name, _Tenant())
+        tenant.num_waiting += 1
+        tenant.work += work
+        self.work += work
+        number = self._tenant_numbers.get(name)
         if number is None:
-            number = self._tenant_numbers[tenant] = len(self._tenant_numbers)
+            number = self._tenant_numbers[name] = len(self._tenant_numbers)
         return number
 
-    def _leave(self, tenant: str) -> None:
-        left = self._tenants[tenant] - 1
-        if left:
-            self._tenants[tenant] = left
+    def _leave(self, waiting: WaitingRequest) -> None:
+        name, work = waiting.tenant, waiting.work
+        tenant = self._tenants[name]
+        tenant.num_waiting -= 1
+        if tenant.num_waiting:
+            tenant.work -= work
+            self.work -= work
             return
-        del self._tenants[tenant]
-        self._settle(tenant)
+        # What the last one leaves is rounding.
+        self.work -= tenant.work
+        del self._tenants[name]
+        self._settle(name)
         if not self._tenants:
             self._tenant_numbers.clear()
+            self.work = Work()
 
     def _settle(self, tenant: str) -> None:
         # Nobody saves up turns while not waiting, and a debt is at most one turn: a share is

@@ -22,7 +22,8 @@ from ..protos.messages import (
     ReportReply,
     ReserveRequest,
 )
-from .admission import AdmissionConfig, AppointmentBook, Need, compute_need, least_blocks
+from .admission import AdmissionConfig, Need, compute_need, least_blocks
+from .appointments import AppointmentBook
 from .fair_queue import FairQueue, WaitingRequest
 from .forecast import OutputLengths
 from .late_binding import Contenders, LateBinding
@@ -30,9 +31,12 @@ from .lease_table import LeaseRecord
 from .replica_pool import ReplicaPool
 from .replica_view import FloatArray, IntArray, ReplicaView
 from .routing_policy import RoutedRequest, RoutingPolicy, cheapest
+from .wait_forecast import Capacity, WaitForecast, Work
 
 _PRIORITY_S = 10.0  # one level of priority is worth so many seconds of waiting
 _MAX_LEVELS = 100
+# Appointments leave so much room for an error of the forecast; newcomers fill what it leaves.
+_SLACK = 1.1
 
 Ended = Sequence[LeaseRecord]
 
@@ -72,6 +76,7 @@ class ModelPool:
     queue: FairQueue = field(default_factory=FairQueue, init=False)
     lengths: OutputLengths = field(default_factory=OutputLengths, init=False)
     stats: PoolStats = field(default_factory=PoolStats, init=False)
+    forecast: WaitForecast = field(default_factory=WaitForecast, init=False)
     book: AppointmentBook = field(init=False)
     _deadlines: list[tuple[float, int, WaitingRequest]] = field(
         default_factory=list[tuple[float, int, WaitingRequest]], init=False
@@ -85,7 +90,7 @@ class ModelPool:
 
     def __post_init__(self) -> None:
         self.pool = ReplicaPool(self.block_size, speculative=self.policy.speculative)
-        self.book = AppointmentBook(self.admission, self.rng)
+        self.book = AppointmentBook(self.admission.appointments, self.rng)
 
     @property
     def num_serving(self) -> int:
@@ -154,6 +159,8 @@ class ModelPool:
             need = waiting.need.without(int(self.queue.shared[waiting.row, slot]))
             self.withdraw(waiting)
             self.queue.learn_wait(now - waiting.since)
+            alone_s = self._capacity().seconds_for(waiting.work)
+            self.forecast.granted(alone_s, now, others_wait=len(self.queue) > 0)
             grants.append(self._grant(waiting.request, need, slot, float(hit), now))
         self._watch_unwatched()
         return grants
@@ -196,21 +203,39 @@ class ModelPool:
                 moments.append(float(later.min()))
         return min(moments, default=None)
 
-    def expected_wait_s(self, now: float) -> float:
-        """Seconds until a newcomer would start, if all that waits goes first."""
+    def expected_wait_s(self, tenant: str, now: float) -> float:
+        """Seconds until a newcomer of the tenant would start, after all that goes before it."""
         columns = self.pool.columns
         is_open = columns.open[: columns.num_slots]
         if not is_open.any():
-            return self.admission.max_retry_after_s
-        prefill_s = self.queue.num_tokens / self._prefill_rate()
-        blocks_s = self.queue.block_seconds / max(1, int(columns.total[: len(is_open)].sum()))
+            return self.admission.appointments.max_retry_after_s
         soonest = float(columns.backlog_s(now)[is_open].min())
-        return soonest + max(prefill_s, blocks_s)
+        booked_s = self.book.kept_share * self.book.booked_s(tenant, now)
+        return soonest + self.forecast.factor * self._queued_s(tenant) + booked_s
+
+    def _queued_s(self, tenant: str) -> float:
+        """How long the queue keeps the cluster busy before the tenant's next turn, uncorrected:
+        all of it, or the tenant's own at the tenant's share."""
+        queue, capacity = self.queue, self._capacity()
+        num_tenants = len(queue.tenants | {tenant})
+        own_s = capacity.seconds_for(queue.work_of(tenant)) * num_tenants
+        return min(capacity.seconds_for(queue.work), own_s)
+
+    def _capacity(self) -> Capacity:
+        columns = self.pool.columns
+        num_slots = columns.num_slots
+        is_open = columns.open[:num_slots]
+        return Capacity(
+            self._prefill_rate(),
+            int(columns.total[:num_slots][is_open].sum()),
+            int(columns.max_active[:num_slots][is_open].sum()),
+        )
 
     def check_integrity(self) -> None:
         """Assert that every part agrees with itself and with the others."""
         self.pool.check_integrity()
         self.queue.check_integrity()
+        self.book.check_integrity()
 
     # One step each
 
@@ -274,18 +299,16 @@ class ModelPool:
             )
         over_s = 0.0
         if config.max_queue_s is not None:
-            over_s = self.expected_wait_s(now) - config.max_queue_s
-        full = (
-            len(queue) >= config.max_queued_requests
-            or queue.num_tokens + request.num_tokens > config.max_queued_tokens
-            or over_s > 0.0
-        )
+            over_s = self.expected_wait_s(request.tenant, now) - config.max_queue_s
+        full = over_s > 0.0 or self._is_full(request)
         if appointment is not None or not full or len(queue) == 0:
             return None
         if not book:
             return _refused(request, "Overloaded", "the queue is full", retry_after_s=over_s)
         service_s = self._service_s(request)
-        token, after_s = self.book.make(now, max(over_s, service_s), service_s)
+        token, after_s = self.book.make(
+            request.tenant, now, room_in_s=max(over_s, service_s), service_s=service_s
+        )
         return _refused(
             request,
             "Overloaded",
@@ -294,15 +317,29 @@ class ModelPool:
             retry_token=token,
         )
 
-    def _service_s(self, request: ReserveRequest) -> float:
-        """How long the whole cluster needs for this request alone."""
-        need = self.need_of(request)
-        columns = self.pool.columns
-        total = max(1, int(columns.total[: columns.num_slots].sum()))
-        return max(
-            request.num_tokens / self._prefill_rate(),
-            need.num_blocks * self._duration_s(request, need) / total,
+    def _is_full(self, request: ReserveRequest) -> bool:
+        """Whether the queue is at a bound, and the tenant at its share of it."""
+        config, queue = self.admission, self.queue
+        tenant = request.tenant
+        num_tenants = len(queue.tenants | {tenant})
+        num_tokens = queue.work_of(tenant).num_tokens + request.num_tokens
+        return (
+            len(queue) >= config.max_queued_requests
+            and queue.num_waiting(tenant) * num_tenants >= config.max_queued_requests
+        ) or (
+            queue.num_tokens + request.num_tokens > config.max_queued_tokens
+            and num_tokens * num_tenants > config.max_queued_tokens
         )
+
+    def _service_s(self, request: ReserveRequest) -> float:
+        """How long the tenant's share of the cluster needs for this request."""
+        need = self.need_of(request)
+        duration_s = self._duration_s(request, need)
+        work = Work(
+            request.num_tokens, need.num_blocks * duration_s, request.num_samples * duration_s
+        )
+        num_tenants = len(self.queue.tenants | self.book.tenants | {request.tenant})
+        return _SLACK * self._capacity().seconds_for(work) * self.forecast.factor * num_tenants
 
     def _prefill_rate(self) -> float:
         columns = self.pool.columns

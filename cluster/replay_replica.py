@@ -62,9 +62,15 @@ class SimulatedRequest:
     first_retry_served: bool | None = None
     replica_id: str = ""
     hit_tokens: int = 0
+    num_preemptions: int = 0
     first_token_s: float | None = None
     finished_s: float | None = None
     outcome: str = ""
+
+    @property
+    def has_first_appointment(self) -> bool:
+        """Whether it was refused once, and told a time that it was promised to be let in at."""
+        return self.num_refusals == 1 and bool(self.retry_token)
 
     @property
     def num_prompt_tokens(self) -> int:

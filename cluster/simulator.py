@@ -269,7 +269,9 @@ class Simulation:
             num_tokens=request.num_prompt_tokens,
             num_samples=1,
             max_tokens=request.trace.num_output_tokens,
-            admission_class=(AdmissionClass.STANDARD if is_default else AdmissionClass.BEST_EFFORT),
+            admission_class=(
+                request.trace.admission_class if is_default else AdmissionClass.BEST_EFFORT
+            ),
             tenant=request.trace.tenant,
             deadline_s=left,
             retry_token=request.retry_token,
@@ -302,7 +304,7 @@ class Simulation:
             self.measured.expired += 1
             self._done(request)
             return
-        if request.num_refusals == 1:
+        if request.has_first_appointment:
             request.first_retry_served = False
         request.num_refusals += 1
         if refused.retry_after_s is None or request.num_refusals > self.spec.max_retries:
@@ -315,7 +317,7 @@ class Simulation:
     def _submit(self, request: SimulatedRequest, lease: Lease) -> None:
         seat = self._seat_of[lease.replica_id]
         replica = seat.replica
-        if request.num_refusals == 1 and request.first_retry_served is None:
+        if request.has_first_appointment and request.first_retry_served is None:
             request.first_retry_served = True
         if replica is None or replica.info.incarnation != lease.incarnation:
             self.controller.replica_failed(lease.replica_id, lease.incarnation, self._now)

@@ -75,7 +75,9 @@ class SteppedReplica:
             samples=(SampleStart(0),),
             lease_id=lease.lease_id,
             lease_blocks=lease.num_blocks,
-            admission_class=(AdmissionClass.STANDARD if is_leased else AdmissionClass.BEST_EFFORT),
+            admission_class=(
+                request.trace.admission_class if is_leased else AdmissionClass.BEST_EFFORT
+            ),
         )
         try:
             self._scheduler.add_request(message, now)
@@ -161,6 +163,7 @@ class SteppedReplica:
             assert delta.finish_reason is FinishReason.LENGTH, f"{request.key}: {delta}"
             if delta.usage is not None:
                 request.hit_tokens = delta.usage.cached_tokens
+                request.num_preemptions = delta.usage.preemptions
             request.finished_s = now
             finished.append(request)
             del self._requests[delta.request_key]

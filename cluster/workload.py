@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..protos.messages import AdmissionClass
 from ..scheduler.output import Int32Array
 
 PIECE_TOKENS = 512
@@ -31,6 +32,7 @@ class TraceRequest:
     num_output_tokens: int
     pieces: tuple[tuple[int, int], ...]
     tenant: str = ""
+    admission_class: AdmissionClass = AdmissionClass.STANDARD
 
     def prompt(self) -> Int32Array:
         """The prompt's tokens, int32 [num_prompt_tokens]: equal pieces give equal tokens."""

@@ -1,13 +1,9 @@
 """Lease sizes by class, and appointments."""
 
-import random
-
 import pytest
 from cluster_factories import make_request
 
 from pagefleet.cluster.admission import (
-    AdmissionConfig,
-    AppointmentBook,
     blocks_for,
     compute_need,
     least_blocks,
@@ -98,44 +94,3 @@ def test_blocks_come_back_in_the_order_of_their_ends() -> None:
     assert wait_for_blocks_s(5, releases, 1.0) == 4.0
     assert wait_for_blocks_s(200, releases, 1.0) is None
     assert wait_for_blocks_s(4, releases, 3.0) == 0.0  # overdue: any moment now
-
-
-def make_book(**fields: object) -> AppointmentBook:
-    return AppointmentBook(AdmissionConfig(**fields), random.Random(0))  # pyright: ignore
-
-
-def test_appointments_are_laid_end_to_end() -> None:
-    book = make_book()
-    waits = [book.make(0.0, 1.0, 0.5)[1] for _ in range(3)]
-    assert waits == [1.0, 1.5, 2.0]
-
-
-def test_an_appointment_is_kept_early_or_late() -> None:
-    book = make_book(appointment_grace_s=5.0)
-    token, after_s = book.make(0.0, 2.0, 0.1)
-    appointment = book.find(token, 1.0)
-    assert appointment is not None and book.is_early(appointment, 1.0)
-    assert not book.is_early(appointment, after_s)
-    assert book.find(token, after_s + 5.1) is None
-    book.keep(token)
-    assert book.find(token, after_s) is None
-    assert (book.num_made, book.num_kept) == (1, 1)
-
-
-def test_lapsed_appointments_are_forgotten() -> None:
-    book = make_book()
-    for moment in range(0, 1000, 10):
-        book.make(float(moment), 0.1, 0.1)
-    assert len(book) <= 2
-
-
-def test_the_book_is_bounded() -> None:
-    book = make_book(max_appointments=10)
-    for _ in range(100):
-        book.make(0.0, 1.0, 0.0)
-    assert len(book) == 10
-
-
-def test_an_unknown_token_is_nothing() -> None:
-    assert make_book().find("", 0.0) is None
-    assert make_book().find("forged", 0.0) is None
