@@ -17,11 +17,12 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import ray
+from prometheus_client.core import Metric
 from ray.actor import ActorHandle
 
 from ..protos.messages import (
@@ -41,8 +42,10 @@ from ..workers.json_log import write_logs_as_json
 from ..workers.tracing import Span, Tracing, tracing_from_environment
 from .autoscaling import BlockDemand, block_demand
 from .call_times import CallClock
+from .cluster_metrics import ClusterCollector
 from .controller import DRAIN_S, Controller, ControllerConfig
 from .prefix_forest import grow_forest
+from .ray_metrics import start_export
 from .ray_runtime import on_this_node
 
 logger = logging.getLogger(__name__)
@@ -160,6 +163,10 @@ class ControllerService:
             }
 
     async def cluster_state(self) -> ClusterState:
+        return self.state_now()
+
+    def state_now(self) -> ClusterState:
+        """From any thread."""
         with self._lock:
             state = self._controller.cluster_state(self._now())
             return replace(state, calls=self._calls.stats())
@@ -278,6 +285,13 @@ class ControllerActor(ControllerService):
         super().__init__(config or ControllerConfig(), tracing=tracing)
         self._linger_s = linger_s
         threading.Thread(target=self._run_timer, name="controller-timer", daemon=True).start()
+        start_export(self._families)
+
+    def _families(self) -> Iterable[Metric]:
+        """What the controller knows, as metrics."""
+        collector = ClusterCollector()
+        collector.state = self.state_now()
+        return collector.collect()
 
     def _run_timer(self) -> None:
         while True:

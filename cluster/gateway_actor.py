@@ -22,6 +22,7 @@ from .controller_client import RayControllerClient
 from .gateway import Gateway
 from .gateway_servers import GatewayAddresses, GatewayServers
 from .model_catalog import OnDemand
+from .ray_metrics import start_export
 from .ray_runtime import on_this_node
 from .security import GatewaySecurity
 
@@ -61,6 +62,7 @@ class GatewayActor:
         gateway_id = f"gateway-{secrets.token_hex(8)}"
         self._controller = RayControllerClient(controller)
         self._gateway_id = gateway_id
+        self._tracing = tracing_from_environment("gateway", gateway_id)
         self._gateway: Gateway | None = None
         self._servers: GatewayServers | None = None
         self._pinged_at = time.monotonic()
@@ -109,14 +111,17 @@ class GatewayActor:
 
     async def _listen(self) -> GatewayAddresses:
         # made here: gRPC's servers belong to the loop they are made in
-        tracing = tracing_from_environment("gateway", self._gateway_id)
         gateway = Gateway(
-            self._gateway_id, self._controller, tracing=tracing, on_demand=self._spec.on_demand
+            self._gateway_id,
+            self._controller,
+            tracing=self._tracing,
+            on_demand=self._spec.on_demand,
         )
         servers = GatewayServers(gateway, self._spec.security)
         spec = self._spec
         addresses = await servers.start(spec.host, spec.grpc_port, spec.http_port)
         self._gateway, self._servers = gateway, servers
+        start_export(gateway.metrics.families)
         return addresses
 
     async def _watch_creator(self, orphan_s: float) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import Metric
 
 from ..protos.errors import PagefleetError
 from ..protos.messages import ClusterState
@@ -38,7 +39,8 @@ class GatewayMetrics:
         self.recent = RecentRates(clock)
         self._registry = CollectorRegistry()
         self._cluster = ClusterCollector()
-        self._registry.register(self._cluster)
+        self._cluster_registry = CollectorRegistry()
+        self._cluster_registry.register(self._cluster)
         self._make_counters()
         self._make_histograms()
 
@@ -144,7 +146,11 @@ class GatewayMetrics:
     def render(self, state: ClusterState | None) -> bytes:
         """Prometheus' text. None: the controller did not answer; its figures are left out."""
         self._cluster.state = state
-        return generate_latest(self._registry)
+        return generate_latest(self._registry) + generate_latest(self._cluster_registry)
+
+    def families(self) -> Iterable[Metric]:
+        """What this gateway counts itself."""
+        return self._registry.collect()
 
 
 class RequestMeter:

@@ -107,9 +107,8 @@ class TopView:
         return line
 
     def _decision_table(self, most: int, width: int) -> Table:
-        table = make_table(("decision", "request", "tenant", "replica", "cached", "why"))
-        for column in table.columns[1:4]:
-            column.justify = "left"
+        headers = ("decision", "request", "tenant", "replica", "cached", "why")
+        table = _left(make_table(headers), 4)
         table.columns[-1].justify = "left"
         for decision in list(self._decisions)[: -most - 1 : -1]:
             table.add_row(
@@ -162,7 +161,7 @@ def _legend() -> Text:
 
 
 def _queue_table(update: pb.ClusterUpdate, most: int) -> Table:
-    table = make_table(("waits", "tenant", "class", "tokens", "blocks", "s"))
+    table = _left(make_table(("waits", "tenant", "class", "tokens", "blocks", "s")), 3)
     for waiting in update.waiting[:most]:
         table.add_row(
             _short(waiting.request_id or waiting.request_key),
@@ -176,7 +175,8 @@ def _queue_table(update: pb.ClusterUpdate, most: int) -> Table:
 
 
 def _lease_table(update: pb.ClusterUpdate, most: int) -> Table:
-    table = make_table((f"leases: {update.num_leases:,}", "tenant", "replica", "may take", "s"))
+    headers = (f"leases: {update.num_leases:,}", "tenant", "replica", "may take", "s")
+    table = _left(make_table(headers), 3)
     for lease in update.leases[:most]:
         table.add_row(
             _short(lease.request_id or lease.request_key),
@@ -185,6 +185,13 @@ def _lease_table(update: pb.ClusterUpdate, most: int) -> Table:
             f"{lease.remaining_blocks:,} of {lease.num_blocks:,}",
             f"{lease.age_s:.1f}",
         )
+    return table
+
+
+def _left(table: Table, count: int) -> Table:
+    """So many columns of words, before those of numbers."""
+    for column in table.columns[:count]:
+        column.justify = "left"
     return table
 
 
