@@ -213,6 +213,19 @@ class Client:
         request = pb.DrainRequest(replica_id=replica_id, drain_s=drain_s)
         self._call("Drain", request, pb.DrainResponse, service=_ADMIN_SERVICE)
 
+    def reset_prefix_cache(self, model: str = "") -> pb.ResetPrefixCacheResponse:
+        """Forget every cached prefix, of one model or of all; returns once it is done."""
+        request = pb.ResetPrefixCacheRequest(model=model)
+        kind = pb.ResetPrefixCacheResponse
+        return self._call("ResetPrefixCache", request, kind, service=_ADMIN_SERVICE)
+
+    def update_weights(self, checkpoint: str, model: str = "", drain_s: float | None = None) -> int:
+        """New weights for a model, one replica after the other; their version."""
+        request = pb.UpdateWeightsRequest(model=model, checkpoint=checkpoint, drain_s=drain_s)
+        kind = pb.UpdateWeightsResponse
+        answer = self._call("UpdateWeights", request, kind, service=_ADMIN_SERVICE)
+        return answer.weights_version
+
     def _call(
         self,
         name: str,
@@ -385,6 +398,21 @@ class AsyncClient:
         """Take a replica out of the cluster; its streams may go on for `drain_s`, then move."""
         request = pb.DrainRequest(replica_id=replica_id, drain_s=drain_s)
         await self._call("Drain", request, pb.DrainResponse, service=_ADMIN_SERVICE)
+
+    async def reset_prefix_cache(self, model: str = "") -> pb.ResetPrefixCacheResponse:
+        """Forget every cached prefix, of one model or of all; returns once it is done."""
+        request = pb.ResetPrefixCacheRequest(model=model)
+        kind = pb.ResetPrefixCacheResponse
+        return await self._call("ResetPrefixCache", request, kind, service=_ADMIN_SERVICE)
+
+    async def update_weights(
+        self, checkpoint: str, model: str = "", drain_s: float | None = None
+    ) -> int:
+        """New weights for a model, one replica after the other; their version."""
+        request = pb.UpdateWeightsRequest(model=model, checkpoint=checkpoint, drain_s=drain_s)
+        kind = pb.UpdateWeightsResponse
+        answer = await self._call("UpdateWeights", request, kind, service=_ADMIN_SERVICE)
+        return answer.weights_version
 
     async def _call(
         self,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # needs grpc and pydantic: too slow for every command
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?i?)b?", re.IGNORECASE)
 
 DTYPES = ("auto", "float32", "bfloat16")

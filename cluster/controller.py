@@ -11,7 +11,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from ..protos.errors import ModelNotFound
 from ..protos.messages import (
+    CacheReset,
     ClusterState,
     ClusterView,
     Explanation,
@@ -24,6 +26,7 @@ from ..protos.messages import (
     ReportReply,
     ReserveRequest,
     Ticket,
+    WantedWeights,
 )
 from .admission import AdmissionConfig
 from .cluster_view import cells_per_pool, make_view, prefix_nodes
@@ -36,6 +39,7 @@ from .model_pool import Grant, ModelPool
 from .policies import make_policy
 from .prefix_forest import Run
 from .replica_view import ReplicaView
+from .weights_orders import WeightsOrders
 
 _WATCHDOG_STEPS = 20  # a step may take so many times its usual length before it counts as stuck
 _LOOK_INTERVAL_S = 0.1  # between two looks at all replicas: ticks may come much oftener
@@ -43,6 +47,7 @@ _UNKNOWN_MODEL_RETRY_S = 1.0
 _REPLACED_RETRY_S = 1.0
 _MAX_REMEMBERED_DEAD = 1024
 DRAIN_S = 30.0  # how long the streams of a draining replica may go on, unless told otherwise
+LAST_DRAIN_S = 600.0  # the same where no other replica has its weights, so that they cannot move
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +104,8 @@ class Controller:
         self._aliases: dict[str, str] = {}
         self._views: dict[str, tuple[ModelPool, ReplicaView]] = {}
         self._dead: dict[tuple[str, str], float] = {}
+        self._weights = WeightsOrders(LAST_DRAIN_S)
+        self._num_resets = 0
         self._drained: dict[str, float] = {}  # replica id → when its streams have to move
         self._entries: dict[str, _Entry] = {}
         self._by_lease: dict[int, str] = {}
@@ -120,6 +127,7 @@ class Controller:
             self._remove(info.replica_id, now)
         pool = self._pool_for(info, card)
         view = pool.pool.add(info, card, now)
+        self._weights.note_registered(info)
         view.drain(self._drained.get(info.replica_id), now)
         self._views[info.replica_id] = (pool, view)
         for alias in card.aliases:
@@ -174,12 +182,60 @@ class Controller:
         if known is None:
             return False
         if draining:
+            self._weights.note_leaving(known[1].info.model, replica_id)
+            known[1].renews = False
             until = min(now + drain_s, self._drained.get(replica_id, math.inf))
             self._drained[replica_id] = until
         known[1].drain(self._drained.get(replica_id), now)
         self._elect(known[1].info.model, now)
         self._pump(known[0], now)
         return True
+
+    def update_weights(self, model: str, checkpoint: str, drain_s: float, now: float) -> int:
+        """From now on the model has these weights, one replica after the other; their version.
+
+        drain_s: how long streams may go on at the last replica of the weights they began with.
+        Raises ModelNotFound.
+        """
+        name = self._aliases.get(model, model)
+        if name not in self._pools:
+            raise ModelNotFound(model, tuple(sorted(self._pools)))
+        wanted = self._weights.wanted(name)
+        versions = [pool.identity.weights_version for pool in self._pools[name]]
+        version = 1 + max([*versions, 0 if wanted is None else wanted.version])
+        self._weights.give(name, checkpoint, version, drain_s)
+        self._roll(now)
+        return version
+
+    def wanted_weights(self, model: str) -> WantedWeights | None:
+        """What a replica of the model that starts now is to load; None = what it was made for."""
+        return self._weights.wanted(model)
+
+    def order_reset(self, model: str) -> int:
+        """Every replica (of the model, if one is named) is to forget what it has cached, on all
+        tiers; the order's number. Raises ModelNotFound.
+        """
+        name = self._aliases.get(model, model)
+        if name and name not in self._pools:
+            raise ModelNotFound(model, tuple(sorted(self._pools)))
+        self._num_resets += 1
+        for _, view in self._views.values():
+            if not name or view.info.model == name:
+                view.reset_order = self._num_resets
+        return self._num_resets
+
+    def resets(self, order: int) -> tuple[tuple[CacheReset, ...], tuple[str, ...]]:
+        """What the replicas that an order concerns have done, and who has not answered."""
+        concerned = [view for _, view in self._views.values() if view.reset_order >= order]
+        done = [view.report for view in concerned if view.has_reset(order)]
+        return (
+            tuple(
+                CacheReset(report.replica_id, report.reset_blocks, report.epoch)
+                for report in done
+                if report is not None
+            ),
+            tuple(view.info.replica_id for view in concerned if not view.has_reset(order)),
+        )
 
     def can_move(self, replica_id: str) -> bool:
         """Whether another replica could go on with this one's streams: one of the same weights."""
@@ -264,6 +320,7 @@ class Controller:
         dead = self._find_dead(now)
         for info in dead:
             self.declare_dead(info.replica_id, now)
+        self._roll(now)
         self._forget_gateways(now)
         for pool in self._all_pools():
             records, refused = pool.expire(now)
@@ -389,6 +446,18 @@ class Controller:
             pool.lengths = pools[0].lengths  # outputs of other weights are as long
         pools.append(pool)
         return pool
+
+    def _roll(self, now: float) -> None:
+        """Take out the next replica whose weights are to be replaced; it comes again with them."""
+        for model, pools in self._pools.items():
+            views = [view for pool in pools for view in pool.pool.replicas.values()]
+            turn = self._weights.next_turn(model, views)
+            if turn is not None:
+                view, last_drain_s = turn
+                drain_s = DRAIN_S if self.can_move(view.info.replica_id) else last_drain_s
+                view.renews = True
+                view.drain(now + drain_s, now)
+                self._elect(model, now)
 
     def _elect(self, model: str, now: float) -> None:
         """New requests go where most replicas serve, of equals to the newest weights."""

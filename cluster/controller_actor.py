@@ -25,7 +25,9 @@ import ray
 from prometheus_client.core import Metric
 from ray.actor import ActorHandle
 
+from ..protos.errors import Unavailable
 from ..protos.messages import (
+    CacheReset,
     ClusterState,
     ClusterView,
     Explanation,
@@ -37,6 +39,7 @@ from ..protos.messages import (
     ReportReply,
     ReserveRequest,
     Ticket,
+    WantedWeights,
 )
 from ..workers.json_log import write_logs_as_json
 from ..workers.tracing import Span, Tracing, tracing_from_environment
@@ -53,6 +56,8 @@ logger = logging.getLogger(__name__)
 _LONG_POLL_S = 10.0
 _MAX_TICK_S = 0.5
 _MIN_TICK_S = 0.002
+_RESET_TIMEOUT_S = 20.0
+_RESET_PAUSE_S = 0.05  # replicas report each second at least
 _MAX_REMEMBERED_DEAD = 128
 _FROZEN_S = 1.5  # nothing asks for the time for so long: the process did not run
 CONCURRENCY_GROUPS = {"reports": 1000, "reserve": 1000, "waits": 10_000}
@@ -197,6 +202,11 @@ class ControllerService:
             self._controller.declare_dead(replica_id, self._now())
             self._wake_pollers()
 
+    async def can_move(self, replica_id: str) -> bool:
+        """Whether another replica could go on with this one's streams."""
+        with self._lock:
+            return self._controller.can_move(replica_id)
+
     @ray.method(concurrency_group="reports")
     async def drain(self, replica_id: str, draining: bool = True, drain_s: float = DRAIN_S) -> bool:
         """No new leases; its leader ends once its streams have ended or moved."""
@@ -205,6 +215,37 @@ class ControllerService:
             known = self._controller.drain(replica_id, now, draining=draining, drain_s=drain_s)
             self._wake_pollers()
         return known
+
+    @ray.method(concurrency_group="reserve")
+    async def update_weights(self, model: str, checkpoint: str, drain_s: float) -> int:
+        """New weights for the model, one replica after the other; their version."""
+        with self._deciding("update_weights"):
+            version = self._controller.update_weights(model, checkpoint, drain_s, self._now())
+            self._wake_pollers()
+        return version
+
+    async def wanted_weights(self, model: str) -> WantedWeights | None:
+        """What a replica of the model that starts now is to load."""
+        with self._lock:
+            return self._controller.wanted_weights(model)
+
+    @ray.method(concurrency_group="waits")
+    async def reset_prefix_cache(self, model: str) -> tuple[CacheReset, ...]:
+        """Returns once every replica has forgotten what it had cached; Unavailable if one does not
+        answer.
+        """
+        with self._lock:
+            order = self._controller.order_reset(model)
+        deadline = self._clock() + _RESET_TIMEOUT_S
+        while True:
+            with self._lock:
+                done, missing = self._controller.resets(order)
+            if not missing:
+                return done
+            if self._clock() > deadline:
+                names = ", ".join(missing)
+                raise Unavailable(f"still caching: {names}", retry_after_s=_RESET_TIMEOUT_S)
+            await asyncio.sleep(_RESET_PAUSE_S)
 
     async def dead_replicas(self) -> tuple[ReplicaInfo, ...]:
         """Replicas lately declared dead: each supervisor kills and rebuilds its own of them."""

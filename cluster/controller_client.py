@@ -13,6 +13,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from ..protos.errors import InternalError, PagefleetError, Unavailable
 from ..protos.messages import (
+    CacheReset,
     ClusterState,
     ClusterView,
     Explanation,
@@ -64,6 +65,14 @@ class ControllerClient(Protocol):
         """Take a replica out once its streams have ended or moved; False if it is not known."""
         ...
 
+    async def reset_prefix_cache(self, model: str) -> tuple[CacheReset, ...]:
+        """Every replica (of the model, if one is named) has forgotten what it had cached."""
+        ...
+
+    async def update_weights(self, model: str, checkpoint: str, drain_s: float) -> int:
+        """New weights for the model, one replica after the other; their version."""
+        ...
+
     async def explain(self, request: ReserveRequest) -> Explanation | Refused:
         """What `reserve` would do, and why; nothing changes."""
         ...
@@ -98,6 +107,12 @@ class RayControllerClient:
 
     async def drain(self, replica_id: str, draining: bool = True, drain_s: float = DRAIN_S) -> bool:
         return await self._call(self._controller.drain.remote(replica_id, draining, drain_s))
+
+    async def reset_prefix_cache(self, model: str) -> tuple[CacheReset, ...]:
+        return await self._call(self._controller.reset_prefix_cache.remote(model))
+
+    async def update_weights(self, model: str, checkpoint: str, drain_s: float) -> int:
+        return await self._call(self._controller.update_weights.remote(model, checkpoint, drain_s))
 
     async def explain(self, request: ReserveRequest) -> Explanation | Refused:
         return await self._call(self._controller.explain.remote(request))

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ..protos.errors import (
     DeadlineExceeded,
@@ -21,10 +22,11 @@ from ..protos.errors import (
     PagefleetError,
     RequestCancelled,
 )
-from ..protos.messages import ClusterState, Explanation, Refused, SamplingParams
+from ..protos.messages import CacheReset, ClusterState, Explanation, Refused, SamplingParams
 from ..workers.tracing import Span, Tracing
 from .cluster_watch import ClusterUpdate, ClusterWatch
-from .controller import DRAIN_S
+from .config import HUB_ID
+from .controller import DRAIN_S, LAST_DRAIN_S
 from .controller_client import ControllerClient
 from .engine_client import ChannelFactory, EngineClient, insecure_channel
 from .generation import ChatPrompt, GenerateCall, OutputDelta, TextPrompt, TokenPrompt
@@ -308,6 +310,20 @@ class Gateway:
         if not await self._controller.drain(replica_id, True, drain_s):
             raise InvalidArgument("replica_id", f"there is no replica {replica_id!r}")
 
+    async def reset_prefix_cache(self, model: str) -> tuple[CacheReset, ...]:
+        """Forget every cached prefix, of one model or of all; raises ModelNotFound."""
+        return await self._controller.reset_prefix_cache(model)
+
+    async def update_weights(
+        self, model: str, checkpoint: str, drain_s: float = LAST_DRAIN_S
+    ) -> int:
+        """New weights for a model; raises ModelNotFound, and InvalidArgument for no checkpoint."""
+        if not 0.0 <= drain_s <= MAX_DRAIN_S:
+            raise InvalidArgument("drain_s", f"must be from 0 to {MAX_DRAIN_S:g}")
+        card = (await self._models.resolve(model)).card
+        checked = await asyncio.to_thread(_check_checkpoint, checkpoint)
+        return await self._controller.update_weights(card.model, checked, drain_s)
+
     def cancel(self, tenant: str, request_id: str) -> int:
         """End the tenant's requests of that id; how many there were."""
         found = self._running.get((tenant, request_id), set())
@@ -389,6 +405,22 @@ class Gateway:
 
     def _generations(self) -> list[Generation]:
         return [generation for group in self._running.values() for generation in group]
+
+
+def _check_checkpoint(checkpoint: str) -> str:
+    """A folder with a model and a tokenizer, or a hub's id: found out before a replica goes."""
+    folder = Path(checkpoint).expanduser()
+    if folder.is_absolute():
+        if not (folder / "config.json").is_file():
+            raise InvalidArgument("checkpoint", f"{folder} is no checkpoint folder")
+        try:
+            Tokenizer.load(folder)
+        except (OSError, ValueError) as error:
+            raise InvalidArgument("checkpoint", str(error)) from None
+        return str(folder)
+    if HUB_ID.fullmatch(checkpoint) is None:
+        raise InvalidArgument("checkpoint", "is neither an absolute path nor an id like org/name")
+    return checkpoint
 
 
 async def _with_forced_call(call: GenerateCall, model: ServedModel) -> SamplingParams:

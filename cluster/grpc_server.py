@@ -24,7 +24,7 @@ from ..protos.errors import InternalError, InvalidArgument, PagefleetError
 from . import proto_conversion as convert
 from .access import Access, Caller
 from .cluster_watch import DEFAULT_PERIOD_S
-from .controller import DRAIN_S
+from .controller import DRAIN_S, LAST_DRAIN_S
 from .gateway import Gateway
 from .generation import GenerateCall, OutputDelta, merge_deltas
 from .grpc_errors import status_of
@@ -178,6 +178,30 @@ class AdminServicer:
         await self._gateway.drain(request.replica_id, drain_s)
         return pb.DrainResponse()
 
+    async def reset_prefix_cache(
+        self, request: pb.ResetPrefixCacheRequest, rpc: Rpc
+    ) -> pb.ResetPrefixCacheResponse:
+        """Forget what is cached."""
+        rpc.caller.require_admin()
+        done = await self._gateway.reset_prefix_cache(request.model)
+        return pb.ResetPrefixCacheResponse(
+            replicas=[
+                pb.CacheReset(
+                    replica_id=reset.replica_id, num_blocks=reset.num_blocks, epoch=reset.epoch
+                )
+                for reset in done
+            ]
+        )
+
+    async def update_weights(
+        self, request: pb.UpdateWeightsRequest, rpc: Rpc
+    ) -> pb.UpdateWeightsResponse:
+        """New weights for a model."""
+        rpc.caller.require_admin()
+        drain_s = request.drain_s if request.HasField("drain_s") else LAST_DRAIN_S
+        version = await self._gateway.update_weights(request.model, request.checkpoint, drain_s)
+        return pb.UpdateWeightsResponse(weights_version=version)
+
 
 class GrpcServer:
     """The server: services, health, reflection, and a graceful end."""
@@ -313,7 +337,12 @@ def _handlers(servicer: InferenceServicer, door: _Door) -> grpc.GenericRpcHandle
 
 def _admin_handlers(servicer: AdminServicer, door: _Door) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler(
-        ADMIN_SERVICE, {"Drain": door.unary(servicer.drain, pb.DrainRequest)}
+        ADMIN_SERVICE,
+        {
+            "Drain": door.unary(servicer.drain, pb.DrainRequest),
+            "ResetPrefixCache": door.unary(servicer.reset_prefix_cache, pb.ResetPrefixCacheRequest),
+            "UpdateWeights": door.unary(servicer.update_weights, pb.UpdateWeightsRequest),
+        },
     )
 
 

@@ -315,6 +315,41 @@ def explain(
     )
 
 
+@app.command("reset-cache")
+def reset_cache(
+    model: Annotated[str, typer.Option(help="Of this model only.")] = "",
+    server: Server = _SERVER,
+) -> None:
+    """Forget every cached prefix on every tier; returns once each replica has done so."""
+    from .client import Client
+
+    with Client(server) as client:
+        answer = client.reset_prefix_cache(model)
+    for reset in answer.replicas:
+        typer.echo(f"{reset.replica_id}: {reset.num_blocks} blocks, epoch {reset.epoch}")
+
+
+@app.command("update-weights")
+def update_weights(
+    checkpoint: Annotated[
+        str, typer.Argument(help="A folder that every node sees, or a hub id, org/name.")
+    ],
+    model: ModelName = "",
+    server: Server = _SERVER,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds for streams at the last replica of their weights.")
+    ] = 600.0,
+) -> None:
+    """Other weights for a model: one replica after the other, no stream lost or mixed."""
+    from .client import Client
+
+    folder = Path(checkpoint).expanduser()
+    path = str(folder.resolve()) if folder.is_dir() else checkpoint
+    with Client(server) as client:
+        version = client.update_weights(path, model, timeout)
+    typer.echo(f"version {version} comes in; `pagefleet status` shows who has it")
+
+
 @app.command()
 def drain(
     replica: Annotated[str, typer.Argument(help="Its id, as `status` shows it.")],

@@ -293,6 +293,7 @@ def _replica_to_proto(replica: ReplicaStatus) -> pb.ReplicaState:
         node_id=replica.node_id,
         draft_tokens=replica.counters.draft_tokens,
         accepted_tokens=replica.counters.accepted_tokens,
+        weights_version=replica.weights_version,
     )
 
 

@@ -120,6 +120,8 @@ class ReplicaView:
     columns: ReplicaColumns
     registered_at: float
     draining: bool = False
+    renews: bool = False
+    reset_order: int = 0
     drain_until: float | None = None
     suspect: bool = False
     dead: bool = False
@@ -178,6 +180,10 @@ class ReplicaView:
             return self.num_granted
         return self.report.num_running + self.report.num_waiting + self.num_granted
 
+    def has_reset(self, order: int) -> bool:
+        """Whether it has obeyed the order to forget what it has cached."""
+        return self.report is not None and self.report.reset_order >= order
+
     def take_report(self, report: ReplicaReport, promised_blocks: int, now: float) -> None:
         """Replace the counts by the report's; a moved step counter is a sign of life."""
         if self.report is None or report.steps_done != self.report.steps_done:
@@ -190,14 +196,20 @@ class ReplicaView:
         self.suspect = False
         # so that a controller that was not there when it was told learns of it
         self.draining |= report.draining
+        self.renews |= report.renews
         self.refresh(now)
 
     def reply(self, now: float, *, needs_snapshot: bool = False) -> ReportReply:
         """What its leader is answered."""
         if self.drain_until is None:
-            return ReportReply(needs_snapshot=needs_snapshot)
-        drain_s = max(0.0, self.drain_until - now)
-        return ReportReply(needs_snapshot=needs_snapshot, draining=True, drain_s=drain_s)
+            return ReportReply(needs_snapshot=needs_snapshot, reset_order=self.reset_order)
+        return ReportReply(
+            needs_snapshot=needs_snapshot,
+            draining=True,
+            drain_s=max(0.0, self.drain_until - now),
+            renews=self.renews,
+            reset_order=self.reset_order,
+        )
 
     def drain(self, until: float | None, now: float) -> None:
         """No more leases, and its streams move at `until`; None = it serves again."""
@@ -278,6 +290,8 @@ class ReplicaView:
             prefill_tokens_per_s=self._prefill_rate,
             decode_step_s=report.decode_step_s if report else 0.0,
             num_leases=num_leases,
+            renews=self.renews,
+            weights_version=self.info.identity.weights_version,
             counters=report.counters if report else ReplicaCounters(),
         )
 

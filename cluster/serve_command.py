@@ -5,7 +5,6 @@ itself is `serve`'s.
 """
 
 import json
-import re
 import signal
 import time
 from collections.abc import Generator
@@ -16,13 +15,12 @@ from types import FrameType
 
 from rich.console import Console
 
-from .config import ClusterConfig, CommandError, NamedModel
+from .config import HUB_ID, ClusterConfig, CommandError, NamedModel
 from .models_command import fetch_default
 from .serve import OnProgress, RunningCluster, running_cluster
 from .tokenizer import Tokenizer
 
 _CHECK_PERIOD_S = 5.0
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def serve(config: ClusterConfig, console: Console, *, as_json: bool) -> None:
@@ -56,7 +54,7 @@ def _resolve(model: NamedModel, console: Console) -> NamedModel:
         except (OSError, ValueError) as error:  # found out now, not by the first client
             raise CommandError(str(error)) from error
         return replace(model, checkpoint=str(folder.resolve()))
-    if _HUB_ID.fullmatch(model.checkpoint) is None:
+    if HUB_ID.fullmatch(model.checkpoint) is None:
         raise CommandError(f"{model.checkpoint} is neither a folder nor a hub id like org/name")
     return model
 

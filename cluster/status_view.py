@@ -40,11 +40,13 @@ def status_view(state: pb.GetClusterStateResponse) -> Group:
 
 def replica_table(state: pb.GetClusterStateResponse) -> Table:
     """One row a replica: what it does. The model only where there is more than one, guesses only
-    where there are some."""
+    where there are some, weights only once they have been updated."""
     has_models = len({replica.model for replica in state.replicas}) > 1
     has_drafts = any(replica.draft_tokens for replica in state.replicas)
+    has_versions = any(replica.weights_version for replica in state.replicas)
     headers = ["replica", "state", "running", "waiting", "leased", "prefix hits", "preempted"]
-    headers += ["guessed right"] * has_drafts + ["model"] * has_models
+    headers += ["guessed right"] * has_drafts + ["weights"] * has_versions
+    headers += ["model"] * has_models
     table = make_table(headers)
     for replica in state.replicas:
         row = (
@@ -57,7 +59,9 @@ def replica_table(state: pb.GetClusterStateResponse) -> Table:
             str(replica.preemptions),
         )
         guesses = f"{replica.accepted_tokens:,} of {replica.draft_tokens:,}"
-        table.add_row(*row, *[guesses] * has_drafts, *[replica.model] * has_models)
+        version = str(replica.weights_version)
+        optional = [guesses] * has_drafts + [version] * has_versions
+        table.add_row(*row, *optional, *[replica.model] * has_models)
     return table
 
 

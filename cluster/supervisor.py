@@ -13,14 +13,14 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from ..protos.messages import ClusterState, ReplicaInfo, ReplicaState
+from ..protos.messages import ClusterState, ReplicaInfo, ReplicaState, WantedWeights
 from ..workers.leader import ReplicaEnd
 from ..workers.process_identity import ProcessIdentity
 from .controller import DRAIN_S
@@ -44,7 +44,7 @@ class ControllerView:
     """What the controller says of incarnations.
 
     dead: declared so lately. known: those that report. draining: those of them that
-    are to go.
+    are to go, and not to come again with other weights.
     """
 
     dead: frozenset[str] = frozenset()
@@ -61,6 +61,12 @@ class ControllerNotices(Protocol):
 
     async def end_controller(self) -> None:
         """End its process, which is frozen, so that another begins."""
+        ...
+
+    async def wanted_weights(self, model: str) -> WantedWeights | None:
+        """What a replica of the model is to load instead of what it was made for; None = no
+        other, or the controller is away.
+        """
         ...
 
     async def replica_wanted(self, replica_id: str) -> None:
@@ -211,6 +217,7 @@ class Supervisor:
         """One incarnation after the other."""
         backoff_s = self._backoff_s
         while True:
+            keeper.spec = await self._with_wanted_weights(keeper.spec)
             replica = keeper.replica = self._create(keeper.spec)
             try:
                 served = await self._live(keeper, replica)
@@ -224,6 +231,20 @@ class Supervisor:
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, self._max_backoff_s)
             self.num_restarts += 1
+
+    async def _with_wanted_weights(self, spec: ReplicaSpec) -> ReplicaSpec:
+        """The newest ones: an update may have been ordered since it was made."""
+        wanted = await self._notices.wanted_weights(spec.model)
+        if wanted is None or wanted.version <= spec.config.weights_version:
+            return spec
+        config = replace(
+            spec.config,
+            model=wanted.checkpoint,
+            revision=None,
+            weights_version=wanted.version,
+            weights_ordered=True,
+        )
+        return replace(spec, config=config)
 
     async def _live(self, keeper: _Keeper, replica: Replica) -> bool:
         """One incarnation from start to end; False if it never served."""
@@ -242,7 +263,7 @@ class Supervisor:
         if not keeper.first_start.done():
             keeper.first_start.set_result(info)
         end = await _first(replica.wait_ended(), self._declared_dead(keeper))
-        keeper.leaving |= end.drained
+        keeper.leaving |= end.drained and not end.renews
         level = logging.INFO if end.drained else logging.WARNING
         logger.log(level, "replica %s ended: %s", keeper.spec.replica_id, end.reason)
         return True
@@ -333,7 +354,11 @@ class RayControllerNotices:
         except RayError:
             return None
         replicas = state.replicas
-        draining = [status for status in replicas if status.state is ReplicaState.DRAINING]
+        draining = [
+            status
+            for status in replicas
+            if status.state is ReplicaState.DRAINING and not status.renews
+        ]
         return ControllerView(
             frozenset(info.incarnation for info in cast("tuple[ReplicaInfo, ...]", dead)),
             frozenset(status.incarnation for status in replicas),
@@ -344,6 +369,15 @@ class RayControllerNotices:
         """See ControllerNotices."""
         # Unlike an actor's own exit, this reaches a stopped process too: after 5 s by its raylet.
         ray.kill(self._controller, no_restart=False)
+
+    async def wanted_weights(self, model: str) -> WantedWeights | None:
+        """See ControllerNotices."""
+        with contextlib.suppress(RayError, TimeoutError):
+            reply = cast(
+                "Awaitable[WantedWeights | None]", self._controller.wanted_weights.remote(model)
+            )
+            return await asyncio.wait_for(reply, _CALL_TIMEOUT_S)
+        return None
 
     async def replica_wanted(self, replica_id: str) -> None:
         """See ControllerNotices."""

@@ -291,7 +291,7 @@ class TierState(_message.Message):
     def __init__(self, clean: _Optional[int] = ..., cached_idle: _Optional[int] = ..., referenced: _Optional[int] = ..., fenced: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class ReplicaState(_message.Message):
-    __slots__ = ("replica_id", "incarnation", "model", "state", "device", "host", "num_running", "num_waiting", "leased_blocks", "available_blocks", "query_tokens", "hit_tokens", "preemptions", "report_age_s", "node_id", "draft_tokens", "accepted_tokens")
+    __slots__ = ("replica_id", "incarnation", "model", "state", "device", "host", "num_running", "num_waiting", "leased_blocks", "available_blocks", "query_tokens", "hit_tokens", "preemptions", "report_age_s", "node_id", "draft_tokens", "accepted_tokens", "weights_version")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -309,6 +309,7 @@ class ReplicaState(_message.Message):
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     incarnation: str
     model: str
@@ -326,7 +327,8 @@ class ReplicaState(_message.Message):
     node_id: str
     draft_tokens: int
     accepted_tokens: int
-    def __init__(self, replica_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[str] = ..., device: _Optional[_Union[TierState, _Mapping]] = ..., host: _Optional[_Union[TierState, _Mapping]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., available_blocks: _Optional[int] = ..., query_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., report_age_s: _Optional[float] = ..., node_id: _Optional[str] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
+    weights_version: int
+    def __init__(self, replica_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[str] = ..., device: _Optional[_Union[TierState, _Mapping]] = ..., host: _Optional[_Union[TierState, _Mapping]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., available_blocks: _Optional[int] = ..., query_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., report_age_s: _Optional[float] = ..., node_id: _Optional[str] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., weights_version: _Optional[int] = ...) -> None: ...
 
 class GetClusterStateResponse(_message.Message):
     __slots__ = ("replicas", "queued_requests", "queued_tokens", "granted", "refused", "expired", "policy", "uptime_s")
@@ -579,3 +581,41 @@ class DrainRequest(_message.Message):
 class DrainResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ResetPrefixCacheRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class ResetPrefixCacheResponse(_message.Message):
+    __slots__ = ("replicas",)
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    replicas: _containers.RepeatedCompositeFieldContainer[CacheReset]
+    def __init__(self, replicas: _Optional[_Iterable[_Union[CacheReset, _Mapping]]] = ...) -> None: ...
+
+class CacheReset(_message.Message):
+    __slots__ = ("replica_id", "num_blocks", "epoch")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    num_blocks: int
+    epoch: int
+    def __init__(self, replica_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class UpdateWeightsRequest(_message.Message):
+    __slots__ = ("model", "checkpoint", "drain_s")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_S_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    checkpoint: str
+    drain_s: float
+    def __init__(self, model: _Optional[str] = ..., checkpoint: _Optional[str] = ..., drain_s: _Optional[float] = ...) -> None: ...
+
+class UpdateWeightsResponse(_message.Message):
+    __slots__ = ("weights_version",)
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    weights_version: int
+    def __init__(self, weights_version: _Optional[int] = ...) -> None: ...

@@ -469,6 +469,16 @@ class AdminStub(object):
                 request_serializer=pagefleet_dot_protos_dot_inference__pb2.DrainRequest.SerializeToString,
                 response_deserializer=pagefleet_dot_protos_dot_inference__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.ResetPrefixCache = channel.unary_unary(
+                '/pagefleet.v1.Admin/ResetPrefixCache',
+                request_serializer=pagefleet_dot_protos_dot_inference__pb2.ResetPrefixCacheRequest.SerializeToString,
+                response_deserializer=pagefleet_dot_protos_dot_inference__pb2.ResetPrefixCacheResponse.FromString,
+                _registered_method=True)
+        self.UpdateWeights = channel.unary_unary(
+                '/pagefleet.v1.Admin/UpdateWeights',
+                request_serializer=pagefleet_dot_protos_dot_inference__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=pagefleet_dot_protos_dot_inference__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -484,6 +494,25 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetPrefixCache(self, request, context):
+        """Forgets every cached prefix on every tier of every replica, and answers once all have done so.
+        Requests that run keep their blocks and go on; what these hold is found by nobody else. Ends
+        with UNAVAILABLE where a replica does not answer: its cache may still be used.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateWeights(self, request, context):
+        """Other weights for a model, under the same name. Answers at once; then one replica after the
+        other lets its streams end or move to others of their weights, and comes again with the new
+        ones, with nothing cached. No stream mixes two: one that can neither end in its time nor move
+        ends with UNAVAILABLE. A replica that does not come back stops the roll; another order goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -491,6 +520,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=pagefleet_dot_protos_dot_inference__pb2.DrainRequest.FromString,
                     response_serializer=pagefleet_dot_protos_dot_inference__pb2.DrainResponse.SerializeToString,
+            ),
+            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPrefixCache,
+                    request_deserializer=pagefleet_dot_protos_dot_inference__pb2.ResetPrefixCacheRequest.FromString,
+                    response_serializer=pagefleet_dot_protos_dot_inference__pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+            'UpdateWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=pagefleet_dot_protos_dot_inference__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=pagefleet_dot_protos_dot_inference__pb2.UpdateWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -521,6 +560,60 @@ class Admin(object):
             '/pagefleet.v1.Admin/Drain',
             pagefleet_dot_protos_dot_inference__pb2.DrainRequest.SerializeToString,
             pagefleet_dot_protos_dot_inference__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagefleet.v1.Admin/ResetPrefixCache',
+            pagefleet_dot_protos_dot_inference__pb2.ResetPrefixCacheRequest.SerializeToString,
+            pagefleet_dot_protos_dot_inference__pb2.ResetPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagefleet.v1.Admin/UpdateWeights',
+            pagefleet_dot_protos_dot_inference__pb2.UpdateWeightsRequest.SerializeToString,
+            pagefleet_dot_protos_dot_inference__pb2.UpdateWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

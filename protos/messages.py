@@ -267,6 +267,8 @@ class ReplicaInfo:
     block_bytes: int = 0
     memory: str = ""
     startup_s: float = 0.0
+    checkpoint: str = ""
+    weights_ordered: bool = False
     actors: tuple[str, ...] = ()
 
 
@@ -332,6 +334,23 @@ class PoolMap:
 
 
 @dataclass(frozen=True, slots=True)
+class WantedWeights:
+    """What a model's replicas are to load."""
+
+    checkpoint: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReset:
+    """What a replica did when it was told to forget: blocks that had content, its epoch since."""
+
+    replica_id: str
+    num_blocks: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaReport:
     """Leader → controller: counts, ledger, speed, and what became or ceased to be resident.
 
@@ -370,6 +389,9 @@ class ReplicaReport:
     query_tokens: int = 0
     finished_output_tokens: tuple[int, ...] = ()
     draining: bool = False
+    renews: bool = False  # with `draining`: another incarnation follows
+    reset_order: int = 0  # the last one obeyed, and how many blocks had some content then
+    reset_blocks: int = 0
     step_p99_s: float = 0.0
     preemptions_swap: int = 0
     counters: ReplicaCounters = field(default_factory=ReplicaCounters)
@@ -392,6 +414,8 @@ class ReportReply:
     draining: bool = False
     fence: bool = False  # declared dead: stop serving at once
     drain_s: float = 0.0
+    renews: bool = False  # with `draining`: another incarnation is to follow, with new weights
+    reset_order: int = 0  # number of the last order to forget what is cached
     peers: tuple[TransferPeer, ...] = ()
     map_cells: int = 0
 
@@ -531,6 +555,8 @@ class ReplicaStatus:
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
     num_leases: int = 0  # granted or accepted, and not ended
+    renews: bool = False  # it drains, and comes again with new weights
+    weights_version: int = 0
     counters: ReplicaCounters = field(default_factory=ReplicaCounters)
     transfers_offered: int = 0  # leases that named a source to copy from
     transfers: TransferStats = field(default_factory=TransferStats)

@@ -16,6 +16,7 @@ class WorkerConfig:
 
     model: a Hugging Face checkpoint folder, or a hub id (revision: its branch, tag or commit).
     weights_version: the cluster's number of these weights; higher ones replace lower ones.
+    weights_ordered: they are not what the replica was made for: an update ordered them since.
     device: "auto" (a GPU where there is one), "cpu", "cuda", "cuda:1".
     dtype: "auto" (float32 on the CPU, else the checkpoint's), "float32", "bfloat16".
     num_blocks, kv_memory (bytes), memory_fraction: the pool's size; the first that is set holds.
@@ -39,6 +40,7 @@ class WorkerConfig:
     model: str
     revision: str | None = None
     weights_version: int = 0
+    weights_ordered: bool = False
     device: str = "auto"
     dtype: str = "auto"
     block_size: int = 16

@@ -44,10 +44,14 @@ _TRANSFER_CALL_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class ReplicaEnd:
-    """Why an incarnation serves no more. drained: on purpose, so that none has to follow it."""
+    """Why an incarnation serves no more.
+
+    drained: on purpose, so that none has to follow it, but where it renews.
+    """
 
     reason: str
     drained: bool = False
+    renews: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +174,8 @@ class Leader:
             block_bytes=block_bytes,
             memory=loaded.runner.partition.text,
             startup_s=0.0 if asked_at is None else max(0.0, time.time() - asked_at),
+            checkpoint=loaded.runner.config.model,
+            weights_ordered=loaded.runner.config.weights_ordered,
             tensor_parallel=loaded.runner.ranks.world_size,
             actors=actors if self._mover is not None else (),
         )
@@ -307,5 +313,5 @@ class Leader:
 
     def _end(self, reason: str, *, drained: bool = False) -> None:
         if not self._ended.is_set():
-            self._end_reason = ReplicaEnd(reason, drained)
+            self._end_reason = ReplicaEnd(reason, drained, drained and self._reporter.renews)
             self._ended.set()

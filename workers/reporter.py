@@ -7,7 +7,7 @@ nothing about blocks.
     change ─► wait until 50 ms after the last report ─► take stats between two steps ─► report
     reply:  unknown ─► register, then a snapshot     needs_snapshot ─► a snapshot
             fence   ─► the leader stops serving      draining       ─► it ends once it is empty
-            lost    ─► again, after a pause
+            lost    ─► again, after a pause          reset_order    ─► forget what is cached
 """
 
 import asyncio
@@ -146,6 +146,10 @@ class Reporter:
         self._last_taken: _Taken | None = None
         self._unconfirmed_leases: tuple[int, ...] = ()
         self.is_draining = False
+        self.renews = False
+        self._reset_order = 0
+        self._reset_blocks = 0
+        self._reset: asyncio.Future[int] | None = None
         self.num_failed_calls = 0
 
     @property
@@ -263,6 +267,9 @@ class Reporter:
             # statistics: told once, and no harm if it is lost
             finished_output_tokens=self._engine.take_output_lengths(),
             draining=self.is_draining,
+            renews=self.renews,
+            reset_order=self._reset_order,
+            reset_blocks=self._reset_blocks,
             preemptions_swap=stats.preemptions_swap,
             counters=_counters(stats),
             transfers=self._transfer_stats(),
@@ -290,7 +297,10 @@ class Reporter:
         if reply.fence:
             self._on_fence()
         elif reply.draining:
+            self.renews |= reply.renews
             self._on_drain(reply.drain_s)
+        if reply.reset_order > self._reset_order and self._reset is None:
+            self._begin_reset(reply.reset_order)
             if self._on_peers is not None:
                 self._on_peers(reply.peers)
         self._map_cells = reply.map_cells
@@ -298,6 +308,18 @@ class Reporter:
             self._is_registered = False
         if reply.needs_snapshot or reply.unknown:
             self._needs_snapshot = True
+
+    def _begin_reset(self, order: int) -> None:
+        """Between two steps; the next report says that it is done, in a new epoch."""
+
+        def note(reset: asyncio.Future[int]) -> None:
+            self._reset = None
+            if not reset.cancelled() and reset.exception() is None:
+                self._reset_order, self._reset_blocks = order, reset.result()
+                self._changed.set()
+
+        self._reset = asyncio.wrap_future(self._engine.call(Scheduler.reset_prefix_cache))
+        self._reset.add_done_callback(note)
 
     def _note_failure(self, error: ControllerUnreachable) -> None:
         self.num_failed_calls += 1

@@ -8,7 +8,7 @@ import pytest
 
 from pagefleet.cluster.replica import ReplicaFailed, ReplicaSpec
 from pagefleet.cluster.supervisor import ControllerView, Supervisor
-from pagefleet.protos.messages import CacheIdentity, ReplicaInfo
+from pagefleet.protos.messages import CacheIdentity, ReplicaInfo, WantedWeights
 from pagefleet.workers.config import WorkerConfig
 from pagefleet.workers.leader import ReplicaEnd
 from pagefleet.workers.process_identity import ProcessIdentity
@@ -34,6 +34,7 @@ class FakeReplica:
     starts: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     drained: bool = False
+    renews: bool = False
 
     @property
     def process(self) -> ProcessIdentity:
@@ -48,7 +49,7 @@ class FakeReplica:
 
     async def wait_ended(self) -> ReplicaEnd:
         await self.ended.wait()
-        return ReplicaEnd("its process is lost", drained=self.drained)
+        return ReplicaEnd("its process is lost", drained=self.drained, renews=self.renews)
 
     async def drain(self, drain_s: float) -> None:
         self.events.append(f"drain {self.info.incarnation}")
@@ -72,6 +73,8 @@ class Fleet:
         self.now = 100.0
         self.num_looks = 0
         self.is_frozen = False
+        self.wanted: WantedWeights | None = None
+        self.configs: list[WorkerConfig] = []
         self.prepare: Callable[[FakeReplica], None] = lambda replica: replica.starts.set()
         self._changed = asyncio.Event()
 
@@ -79,6 +82,7 @@ class Fleet:
         number = sum(r.info.replica_id == spec.replica_id for r in self.created)
         info = make_info(spec.replica_id, f"{spec.replica_id}.{number}")
         replica = FakeReplica(info, self.events)
+        self.configs.append(spec.config)
         self.prepare(replica)
         self.created.append(replica)
         self._changed.set()
@@ -99,6 +103,9 @@ class Fleet:
 
     async def end_controller(self) -> None:
         self.events.append("end controller")
+
+    async def wanted_weights(self, model: str) -> WantedWeights | None:
+        return self.wanted
 
     async def replica_wanted(self, replica_id: str) -> None:
         self.events.append(f"wanted {replica_id}")
@@ -340,3 +347,31 @@ async def test_stop_lets_streams_finish_first(
     await supervisor.start()
     await supervisor.stop(drain_s=1.0)
     assert fleet.events == ["start a.0", "draining a.0", "drain a.0", "kill a.0", "gone a.0"]
+
+
+async def test_one_that_renews_comes_again_with_the_weights_that_are_wanted_then(
+    fleet: Fleet, make_supervisor: MakeSupervisor
+) -> None:
+    supervisor = make_supervisor("a")
+    await supervisor.start()
+    fleet.wanted = WantedWeights("other", 3)
+    fleet.created[0].drained = fleet.created[0].renews = True
+    fleet.created[0].ended.set()
+    await fleet.wait_created(2)
+    assert [config.model for config in fleet.configs] == ["folder", "other"]
+    assert (fleet.configs[1].weights_version, fleet.configs[1].weights_ordered) == (3, True)
+
+
+async def test_one_that_is_lost_comes_again_with_the_weights_that_are_wanted(
+    fleet: Fleet, make_supervisor: MakeSupervisor
+) -> None:
+    """And keeps them while the controller is away."""
+    supervisor = make_supervisor("a")
+    await supervisor.start()
+    fleet.wanted = WantedWeights("other", 3)
+    fleet.created[0].ended.set()
+    await fleet.wait_created(2)
+    fleet.wanted = None
+    fleet.created[1].ended.set()
+    await fleet.wait_created(3)
+    assert [config.model for config in fleet.configs] == ["folder", "other", "other"]

@@ -359,3 +359,29 @@ async def test_stops_when_the_engine_has_ended() -> None:
     bench.now += 1.0
     await bench.reporter.run()
     assert len(bench.controller.reports) == 1
+
+
+async def test_an_order_to_forget_is_obeyed_once_and_told() -> None:
+    bench = Bench()
+    bench.engine.run("a", num_prompt=32)
+    await bench.settle()
+    bench.controller.reply = ReportReply(reset_order=7)
+    await bench.tick(1.0)
+    assert bench.controller.reports[-1].reset_order == 0, "told before it was ordered"
+    bench.engine.run("b", num_prompt=32)
+    await bench.tick(1.0)
+    await bench.tick(1.0)
+    done = bench.controller.reports[-1]
+    assert (done.reset_order, done.epoch) == (7, 1)
+    assert done.reset_blocks > 0
+    assert bench.engine.scheduler.epoch == 1
+
+
+async def test_an_order_to_renew_is_remembered() -> None:
+    bench = Bench()
+    await bench.settle()
+    bench.controller.reply = ReportReply(draining=True, drain_s=3.0, renews=True)
+    await bench.tick(1.0)
+    assert (bench.drains, bench.reporter.renews) == ([3.0], True)
+    await bench.tick(1.0)
+    assert bench.controller.reports[-1].renews
