@@ -55,6 +55,8 @@ def _costs(pool: ModelPool, routed: RoutedRequest, now: float) -> tuple[ReplicaE
     )
     totals = policy.cost_ms(routed, columns, now)
     host = routed.host_tokens
+    source_view = pool.pool.by_slot.get(routed.source.slot)
+    source = "" if source_view is None else source_view.info.replica_id
     explained: list[ReplicaExplanation] = []
     for slot, view in sorted(pool.pool.by_slot.items()):
         missing = routed.num_blocks - view.available_blocks
@@ -76,6 +78,9 @@ def _costs(pool: ModelPool, routed: RoutedRequest, now: float) -> tuple[ReplicaE
                 batch_ms=float(terms.batch[slot]),
                 affinity_ms=float(terms.affinity[slot]),
                 total_ms=float(totals[slot]) + blocks_ms,
+                transfer_ms=float(terms.transfer[slot]),
+                transfer_tokens=int(terms.transfer_tokens[slot]),
+                transfer_from=source if terms.transfer_tokens[slot] else "",
             )
         )
     return tuple(explained)

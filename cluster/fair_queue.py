@@ -12,8 +12,20 @@ import numpy as np
 
 from ..protos.messages import ReserveRequest
 from .admission import Need
+from .prefix_transfer import NO_SOURCE, Source
 from .replica_view import BoolArray, FloatArray, IntArray
 from .wait_forecast import Work
+
+_COLUMNS = (
+    "tokens",
+    "needs",
+    "since",
+    "durations",
+    "tenant_ids",
+    "waiting",
+    "source_slots",
+    "source_tokens",
+)
 
 
 @dataclass(slots=True)
@@ -83,6 +95,8 @@ class FairQueue:
         self.shared: IntArray = np.zeros((16, 0), dtype=np.int64)
         self._tenant_numbers: dict[str, int] = {}
         self.has_host_hits = False
+        self.source_slots: IntArray = np.full(16, NO_SOURCE, dtype=np.int64)
+        self.source_tokens: FloatArray = np.zeros(16)
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -162,6 +176,10 @@ class FairQueue:
         for slot in range(num_slots) if waiting.excluded else ():
             self.barred[row, slot] = bool(waiting.excluded >> slot & 1)
         return row
+
+    def set_source(self, row: int, source: Source) -> None:
+        """Who could send most of its prompt to another replica."""
+        self.source_slots[row], self.source_tokens[row] = source.slot, source.num_tokens
 
     def remove(self, waiting: WaitingRequest) -> None:
         """Take it out: granted, given back, expired or refused."""
@@ -264,7 +282,7 @@ class FairQueue:
         size = len(self._rows)
         self._rows += [None] * size
         self._free_rows = list(range(2 * size - 1, size - 1, -1))
-        for name in ("tokens", "needs", "since", "durations", "tenant_ids", "waiting"):
+        for name in _COLUMNS:
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
         for name in ("barred", "hits", "host_hits", "shared"):

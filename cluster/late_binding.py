@@ -15,12 +15,13 @@ it are there may still start on that one.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from .fair_queue import FairQueue
 from .forecast import wait_for_blocks_s
+from .prefix_transfer import Fetches, TransferConfig, price_fetches
 from .replica_view import BoolArray, FloatArray, IntArray, ReplicaColumns
 from .routing_policy import RoutedRequest
 
@@ -42,7 +43,8 @@ class LateBindingConfig:
     seconds waited to the power age_power. affinity_weight, affinity_full_weight: how often a hit
     counts when weighing a busy replica, and how much more often where all pools are full: a second
     copy of a prefix then drives out something else. hold_after_s, hold_after_waits: who has waited
-    longer than the first plus so many times the recent mean wait gets a replica held.
+    longer than the first plus so many times the recent mean wait gets a replica held. transfer:
+    when a prefix is copied from another replica instead of computed.
     """
 
     start_slack_s: float = 0.0
@@ -57,6 +59,7 @@ class LateBindingConfig:
     affinity_full_weight: float = 1.5
     hold_after_s: float = 15.0
     hold_after_waits: float = 3.0
+    transfer: TransferConfig = field(default_factory=TransferConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +74,15 @@ class Hold:
 @dataclass(frozen=True, slots=True)
 class Contenders:
     """Requests to weigh: one a row [num_rows, 1], hits [num_rows, num_slots]; or one alone, as
-    scalars, its hits [num_slots]. hits: tokens on the device. durations: seconds."""
+    scalars, its hits [num_slots]. hits: tokens on the device. durations: seconds. sources: slots
+    that could send most of each, and how many tokens; None where nobody exchanges blocks."""
 
     tokens: FloatArray | float
     needs: IntArray | int
     durations: FloatArray | float
     hits: FloatArray
     host_hits: FloatArray | None
+    sources: tuple[IntArray | int, FloatArray | float] | None = None
 
 
 @dataclass(slots=True)
@@ -89,10 +94,13 @@ class CostTerms:
     queue: FloatArray
     batch: FloatArray
     affinity: FloatArray
+    transfer: FloatArray
+    transfer_tokens: FloatArray
 
     def total(self) -> FloatArray:
         """What decides."""
-        return self.prefill + self.load + self.queue + self.batch + self.affinity
+        cached = self.load + self.transfer + self.affinity
+        return self.prefill + cached + self.queue + self.batch
 
 
 class LateBinding:
@@ -124,12 +132,29 @@ class LateBinding:
         load = np.zeros(count)
         if request.host_tokens is not None:
             load = 1e3 * request.host_tokens * replicas.load_token_s[:count]
+        fetches = self._fetches_of(request, replicas, now)
+        fetched = np.minimum(fetches.tokens, request.uncached_tokens() - 1.0)
+        near = hits + fetched
         return CostTerms(
-            prefill=request.uncached_tokens() * token_ms,
+            prefill=(request.uncached_tokens() - fetched) * token_ms,
+            transfer=1e3 * fetches.seconds,
+            transfer_tokens=fetched,
             load=load,
             queue=1e3 * replicas.backlog_s(now),
             batch=1e3 * self.config.crowding_s * replicas.fullness[:count],
-            affinity=self.config.duplicate_weight * np.maximum(best_hit - hits, 0.0) * token_ms,
+            affinity=self.config.duplicate_weight * np.maximum(best_hit - near, 0.0) * token_ms,
+        )
+
+    def _fetches_of(self, request: RoutedRequest, replicas: ReplicaColumns, now: float) -> Fetches:
+        every, source = slice(0, replicas.num_slots), request.source
+        return price_fetches(
+            self.config.transfer,
+            replicas.links,
+            source.slot,
+            source.num_tokens,
+            request.hit_tokens(),
+            every,
+            now,
         )
 
     def can_start(self, replicas: ReplicaColumns, now: float) -> BoolArray:
@@ -221,6 +246,7 @@ class LateBinding:
             queue.durations[some_rows, None],
             queue.hits[some_rows, : replicas.num_slots],
             queue.host_hits[some_rows, : replicas.num_slots] if queue.has_host_hits else None,
+            self._sources(queue, replicas, some_rows),
         )
         costs = self._costs_s(contenders, replicas, some_slots, now)
         costs -= self.config.age_weight * self._head_start(now - queue.since[some_rows, None])
@@ -230,6 +256,13 @@ class LateBinding:
             return None
         return int(rows[best // len(slots)]), int(slots[best % len(slots)])
 
+    def _sources(
+        self, queue: FairQueue, replicas: ReplicaColumns, rows: Some
+    ) -> tuple[IntArray, FloatArray] | None:
+        if not self.config.transfer.enabled or replicas.num_exchanging < 2:
+            return None
+        return queue.source_slots[rows, None], queue.source_tokens[rows, None]
+
     def _costs_s(
         self, contenders: Contenders, replicas: ReplicaColumns, slots: Some, now: float
     ) -> FloatArray:
@@ -238,18 +271,29 @@ class LateBinding:
         tokens, hits = contenders.tokens, contenders.hits
         token_s = replicas.token_s[:count]
         full = replicas.fullness[:count]
-        costs = np.minimum((tokens - hits[..., slots]) * token_s[slots], config.size_cap_s)
-        costs += config.crowding_s * full[slots]
+        work_s = (tokens - hits[..., slots]) * token_s[slots]
+        on_host = None
         if contenders.host_hits is not None:
             on_host = np.minimum(contenders.host_hits, tokens - 1.0 - hits)
             hits = hits + on_host
+        fetches = None
+        if contenders.sources is not None:
+            transfer, links, sources = config.transfer, replicas.links, contenders.sources
+            fetches = price_fetches(transfer, links, *sources, hits[..., slots], slots, now)
+            work_s -= fetches.tokens * token_s[slots] - fetches.seconds
+        costs = np.minimum(work_s, config.size_cap_s)
+        costs += config.crowding_s * full[slots]
+        if on_host is not None:
             costs += on_host[..., slots] * (replicas.load_token_s[:count] - token_s)[slots]
         best_hits = np.maximum.reduce(hits * replicas.open[:count], axis=-1, keepdims=True)
-        costs += config.duplicate_weight * (best_hits - hits[..., slots]) * token_s[slots]
+        redone = best_hits - hits[..., slots]
+        if fetches is not None:
+            redone = np.maximum(redone - fetches.tokens, 0.0)
+        costs += config.duplicate_weight * redone * token_s[slots]
         scarce = full[slots] - config.scarcity_from
         if np.maximum.reduce(scarce) > 0.0:
             costs += self._scarcity_s(contenders, replicas.total[:count][slots], scarce)
-        later = self._better_later(replicas, tokens, hits, slots, now)
+        later = self._better_later(replicas, tokens, hits, slots, now, fetches)
         if later is not None:
             costs[later] = np.inf
         return costs
@@ -274,6 +318,7 @@ class LateBinding:
         hits: FloatArray,
         slots: Some,
         now: float,
+        fetches: Fetches | None,
     ) -> BoolArray | None:
         """Which pairs a replica that is busy now would still beat, its hits counted over."""
         config, count = self.config, replicas.num_slots
@@ -286,7 +331,10 @@ class LateBinding:
         affinity = config.affinity_weight + config.affinity_full_weight * full
         weighted = (tokens - affinity * hits) * replicas.token_s[:count]
         done = weighted[..., busy] + (replicas.work_end[busy] - now)
-        return np.minimum.reduce(done, axis=-1, keepdims=True) < weighted[..., slots]
+        start = weighted[..., slots]
+        if fetches is not None:  # they count once: what they bring stands in two places
+            start = start - fetches.tokens * replicas.token_s[:count][slots] + fetches.seconds
+        return np.minimum.reduce(done, axis=-1, keepdims=True) < start
 
 
 def _narrow(indices: IntArray) -> Some:

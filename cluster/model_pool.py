@@ -28,9 +28,11 @@ from .fair_queue import FairQueue, WaitingRequest
 from .forecast import OutputLengths
 from .late_binding import Contenders, LateBinding
 from .lease_table import LeaseRecord
+from .prefix_transfer import NO_SOURCE, TransferConfig
 from .replica_pool import ReplicaPool
 from .replica_view import FloatArray, IntArray, ReplicaView
 from .routing_policy import RoutedRequest, RoutingPolicy, cheapest
+from .transfer_offers import TransferOffers
 from .wait_forecast import Capacity, WaitForecast, Work
 
 _PRIORITY_S = 10.0  # one level of priority is worth so many seconds of waiting
@@ -78,6 +80,7 @@ class ModelPool:
     stats: PoolStats = field(default_factory=PoolStats, init=False)
     forecast: WaitForecast = field(default_factory=WaitForecast, init=False)
     book: AppointmentBook = field(init=False)
+    transfers: TransferOffers = field(init=False)
     _deadlines: list[tuple[float, int, WaitingRequest]] = field(
         default_factory=list[tuple[float, int, WaitingRequest]], init=False
     )
@@ -91,6 +94,10 @@ class ModelPool:
     def __post_init__(self) -> None:
         self.pool = ReplicaPool(self.block_size, speculative=self.policy.speculative)
         self.book = AppointmentBook(self.admission.appointments, self.rng)
+        config = TransferConfig(enabled=False)  # the baselines know no transfers
+        if isinstance(self.policy, LateBinding):
+            config = self.policy.config.transfer
+        self.transfers = TransferOffers(config, self.pool)
 
     @property
     def num_serving(self) -> int:
@@ -112,6 +119,8 @@ class ModelPool:
     ) -> tuple[ReportReply, Ended]:
         """Mirror a report and learn from what ended; returns the answer and the ended leases."""
         reply, ended = self.pool.take_report(view, report, now)
+        if reply.draining:
+            reply = replace(reply, peers=self.transfers.peers_of(view))
         for tokens in report.finished_output_tokens:
             self.lengths.observe(tokens)
         self._settle(ended, now)
@@ -388,6 +397,7 @@ class ModelPool:
             candidates,
             device,
             host,
+            self.transfers.source_of(request),
         )
 
     def _bind_on_arrival(self, request: ReserveRequest, need: Need, now: float) -> Grant | None:
@@ -414,12 +424,14 @@ class ModelPool:
         candidates = need.num_blocks - shared <= columns.available[: columns.num_slots]
         for replica_id in self._excluded(request):
             candidates[self.pool.replicas[replica_id].slot] = False
+        source = self.transfers.source_of(request)
         newcomer = Contenders(
             float(request.num_tokens),
             need.num_blocks,
             self._duration_s(request, need),
             hits,
             host_hits,
+            None if source.slot == NO_SOURCE else (source.slot, source.num_tokens),
         )
         slot = self.policy.choose_newcomer(newcomer, candidates, columns, now)
         if slot is None:
@@ -498,6 +510,9 @@ class ModelPool:
     ) -> Grant:
         view = self.pool.by_slot[slot]
         uncached = max(1, request.num_tokens - int(hit_tokens))
+        offer = self.transfers.offer(request, slot, hit_tokens, now)
+        if offer is not None:
+            uncached = max(1, uncached - offer.num_tokens)
         lease = Lease(
             self.next_lease_id(),
             request.request_key,
@@ -510,6 +525,7 @@ class ModelPool:
             request.num_tokens - uncached,
             self.lease_ttl_s,
             self.identity.weights,
+            None if offer is None else offer.transfer,
         )
         columns = self.pool.columns
         start = max(float(columns.work_end[slot]), now)
@@ -558,6 +574,7 @@ class ModelPool:
 
     def _set_hits(self, row: int, request: ReserveRequest) -> None:
         hits, host_hits, shared = self._match(request)
+        self.queue.set_source(row, self.transfers.source_of(request))
         self.queue.hits[row, : len(hits)] = hits
         self.queue.shared[row, : len(hits)] = shared
         if host_hits is not None:

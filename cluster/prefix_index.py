@@ -220,6 +220,11 @@ class PrefixIndex:
         masks = (device(h, 0) | host(h, 0) | coming(h, 0) for h in hashes)
         return self._walk(hashes, alive, masks)
 
+    def resident_depths(self, hashes: Sequence[bytes], alive: int) -> IntArray:
+        """Leading hashes that each slot holds for certain, on either tier."""
+        device, host = self._device.masks.get, self._host.masks.get
+        return self._walk(hashes, alive, (device(h, 0) | host(h, 0) for h in hashes))
+
     def watch(self, hashes: Sequence[bytes], watcher: Hashable) -> None:
         """Name `watcher` in `take_touched` when an entry of one of these hashes changes."""
         for route_hash in hashes:

@@ -120,6 +120,11 @@ class ReplicaPool:
             return device, None
         return device, tokens_at[reach] - device
 
+    def resident_tokens(self, route_hashes: Sequence[bytes]) -> FloatArray:
+        """Prompt tokens that each slot holds for certain, on either tier."""
+        depths = self.index.resident_depths(route_hashes, self._alive)
+        return self._token_counts(len(route_hashes))[depths]
+
     def shared_blocks(self, route_hashes: Sequence[bytes]) -> IntArray:
         """Leading blocks per slot that running prompts hold: to share them costs nothing."""
         depths = self.index.pinned_depths(route_hashes, self._alive)

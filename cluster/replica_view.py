@@ -22,14 +22,34 @@ from ..protos.messages import (
     ReplicaState,
     ReplicaStatus,
     ReportReply,
+    TransferStats,
 )
+from .prefix_transfer import Links, exchange_group, fetch_prices
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 
-_FLOAT_COLUMNS = ("work_end", "token_s", "decode_step_s", "load_token_s", "fullness")
-_INT_COLUMNS = ("available", "total", "pinned", "active", "waiting", "max_active", "prefill_tokens")
+_FLOAT_COLUMNS = (
+    "work_end",
+    "token_s",
+    "decode_step_s",
+    "load_token_s",
+    "fullness",
+    "fetch_token_s",
+    "fetch_overhead_s",
+    "link_busy_until",
+)
+_INT_COLUMNS = (
+    "available",
+    "total",
+    "pinned",
+    "active",
+    "waiting",
+    "max_active",
+    "prefill_tokens",
+    "exchange",
+)
 
 
 class ReplicaColumns:
@@ -39,7 +59,8 @@ class ReplicaColumns:
     running there, grants included. work_end: when the prefill work known now will be done.
     prefill_tokens: prompt tokens not computed yet. token_s: prefill seconds per token.
     load_token_s: seconds to bring one cached token from the host tier. fullness: share of the pool
-    that running requests and leases hold.
+    that running requests and leases hold. exchange, fetch_token_s, fetch_overhead_s,
+    link_busy_until: of transfers from other replicas, see `prefix_transfer.Links`.
     """
 
     def __init__(self) -> None:
@@ -57,6 +78,11 @@ class ReplicaColumns:
         self.waiting: IntArray = np.zeros(8, dtype=np.int64)
         self.max_active: IntArray = np.zeros(8, dtype=np.int64)
         self.prefill_tokens: IntArray = np.zeros(8, dtype=np.int64)
+        self.fetch_token_s: FloatArray = np.zeros(8)
+        self.fetch_overhead_s: FloatArray = np.zeros(8)
+        self.link_busy_until: FloatArray = np.zeros(8)
+        self.exchange: IntArray = np.zeros(8, dtype=np.int64)
+        self.num_exchanging = 0
         self._slowest: tuple[float, float] | None = None
 
     @property
@@ -94,10 +120,28 @@ class ReplicaColumns:
 
     def clear(self, slot: int) -> None:
         """Close the slot and forget its numbers."""
+        self.set_exchange(slot, 0)
         self.open[slot] = False
         for name in (*_FLOAT_COLUMNS, *_INT_COLUMNS):
             getattr(self, name)[slot] = 0
         self._slowest = None
+
+    @property
+    def links(self) -> Links:
+        """For the price of transfers; a view, not a copy."""
+        count = self.num_slots
+        return Links(
+            self.exchange[:count],
+            self.token_s[:count],
+            self.fetch_token_s[:count],
+            self.fetch_overhead_s[:count],
+            self.link_busy_until[:count],
+        )
+
+    def set_exchange(self, slot: int, group: int) -> None:
+        """With whom it exchanges blocks; 0 = nobody."""
+        self.num_exchanging += (group > 0) - (int(self.exchange[slot]) > 0)
+        self.exchange[slot] = group
 
     def backlog_s(self, now: float) -> FloatArray:
         """Seconds of prefill work before each slot, float64 [num_slots]."""
@@ -134,6 +178,7 @@ class ReplicaView:
     granted_blocks: int = 0
     granted_tokens: int = 0
     num_granted: int = 0
+    transfers_offered: int = 0
     maps: tuple[PoolMap, ...] = ()
 
     @property
@@ -259,6 +304,17 @@ class ReplicaView:
         columns.set_available(slot, self.available_blocks)
         columns.prefill_tokens[slot] = waiting_tokens
         columns.work_end[slot] = self._work_end(now)
+        self._refresh_exchange()
+
+    def _refresh_exchange(self) -> None:
+        columns, slot, report = self.columns, self.slot, self.report
+        if report is None or self.state not in (ReplicaState.READY, ReplicaState.DRAINING):
+            columns.set_exchange(slot, 0)
+            return
+        columns.set_exchange(slot, exchange_group(self.info))
+        load_token_s = float(columns.load_token_s[slot])
+        prices = fetch_prices(self.info, report.transfers, load_token_s)
+        columns.fetch_token_s[slot], columns.fetch_overhead_s[slot] = prices
 
     def status(
         self, now: float, indexed_device: int, indexed_host: int, num_leases: int
@@ -293,6 +349,8 @@ class ReplicaView:
             renews=self.renews,
             weights_version=self.info.identity.weights_version,
             counters=report.counters if report else ReplicaCounters(),
+            transfers_offered=self.transfers_offered,
+            transfers=report.transfers if report else TransferStats(),
         )
 
     @property

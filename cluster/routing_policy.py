@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
+from .prefix_transfer import NOWHERE, Source
 from .replica_view import BoolArray, FloatArray, ReplicaColumns
 
 
@@ -20,6 +21,7 @@ class RoutedRequest:
 
     candidates: slots it may go to. device_tokens: prompt tokens resident on the device.
     host_tokens: further ones on the host tier. route_tokens: tokens covered by the whole chain.
+    source: who could send most of it to another replica.
     """
 
     key: str
@@ -31,6 +33,7 @@ class RoutedRequest:
     candidates: BoolArray
     device_tokens: FloatArray
     host_tokens: FloatArray | None = None
+    source: Source = NOWHERE
 
     def uncached_tokens(self) -> FloatArray:
         """Tokens to compute per slot; the last prompt token always is."""
