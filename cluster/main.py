@@ -484,6 +484,11 @@ def simulate(
         list[str] | None, typer.Option(help="KIND:REPLICA:AT:DURATION, like crash:0:30:10.")
     ] = None,
     deadline: Annotated[float | None, typer.Option(help="Of every request, in seconds.")] = None,
+    transfer_bandwidth: Annotated[
+        float | None,
+        typer.Option(help="GB/s at which replicas copy KV blocks from each other; none: not."),
+    ] = None,
+    kv_bytes_per_token: Annotated[int, typer.Option(help="Of all layers, for that.")] = 128 * 1024,
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
     allocators: Annotated[
         bool, typer.Option("--allocators", help="Compare ways to allocate memory instead.")
@@ -522,6 +527,8 @@ def simulate(
         faults=tuple(parse_fault(text) for text in fault or []),
         deadline_s=deadline,
         seed=seed,
+        transfer_bytes_per_s=None if transfer_bandwidth is None else 1e9 * transfer_bandwidth,
+        kv_bytes_per_token=kv_bytes_per_token,
     )
     run(options, console=Console(), json_file=json_file, png=png)
 

@@ -17,6 +17,7 @@ from ..protos.messages import (
     LeaseUse,
     ReplicaInfo,
     ReplicaReport,
+    TransferStats,
 )
 from ..scheduler.block_hash import (
     block_hashes,
@@ -46,6 +47,15 @@ class ReplayCost:
     reports_progress: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Blocks of its prompt that are being copied from another replica: so many of the first are
+    there once it is ready; 0 = the copy fails."""
+
+    ready_at: float
+    num_blocks: int
+
+
 @dataclass(slots=True)
 class SimulatedRequest:
     """One request on its way through the simulated cluster, and what was measured of it."""
@@ -66,6 +76,7 @@ class SimulatedRequest:
     first_token_s: float | None = None
     finished_s: float | None = None
     outcome: str = ""
+    fetch: Fetch | None = None
 
     @property
     def has_first_appointment(self) -> bool:
@@ -120,8 +131,10 @@ class ReplayReplica:
     query_tokens: int = 0
     computed_tokens: int = 0
     preemptions: int = 0
+    transfers: TransferStats = field(default_factory=TransferStats)
     _sequence_number: int = 0
     _queue: deque[_Waiting] = field(default_factory=deque[_Waiting])
+    _arriving: list[_Waiting] = field(default_factory=list[_Waiting])  # their blocks are
     _running: dict[str, _Running] = field(default_factory=dict[str, _Running])
     _prefilling: _Running | None = None
     _leases: dict[int, LeaseUse] = field(default_factory=dict[int, LeaseUse])
@@ -143,26 +156,37 @@ class ReplayReplica:
     @property
     def num_unfinished(self) -> int:
         """Requests here."""
-        return len(self._queue) + len(self._running)
+        return len(self._queue) + len(self._arriving) + len(self._running)
 
     def unfinished(self) -> list[SimulatedRequest]:
         """The requests that a crash would lose, in the order they came."""
         running = [running.request for running in self._running.values()]
-        return running + [waiting.request for waiting in self._queue]
+        return running + [waiting.request for waiting in (*self._queue, *self._arriving)]
+
+    def num_held(self, request: SimulatedRequest) -> int:
+        """Blocks at the beginning of its prompt that are here."""
+        return len(self._find_prefix(request))
 
     def submit(self, request: SimulatedRequest, now: float) -> bool:
         """A request arrives with its lease; this leader takes every one."""
         lease = request.lease
         assert lease is not None, f"{request.key} came without a lease"
         self._leases[lease.lease_id] = LeaseUse(lease.lease_id, lease.num_blocks)
-        hit = len(self._find_prefix(request)) * self.info.identity.block_size
-        self._queue.append(_Waiting(request, max(1, request.num_prompt_tokens - hit)))
+        num_blocks = len(self._find_prefix(request))
+        if request.fetch is not None:
+            num_blocks = max(num_blocks, request.fetch.num_blocks)
+        hit = num_blocks * self.info.identity.block_size
+        waiting = _Waiting(request, max(1, request.num_prompt_tokens - hit))
+        if request.fetch is None:
+            self._queue.append(waiting)
+        else:
+            self._arriving.append(waiting)
         return True
 
     def advance(self, now: float) -> tuple[list[Happening], list[SimulatedRequest]]:
         """Do what is due; returns what will happen next and the requests that have finished."""
         finished = self._finish_due(now)
-        happenings: list[Happening] = []
+        happenings = self._let_in(now)
         prefilling = self._prefilling
         if prefilling is not None and prefilling.prefill_end <= now:
             self._publish(prefilling)
@@ -194,7 +218,7 @@ class ReplayReplica:
             host=BlockCounts(),
             leases=tuple(self._leases.values()),
             finished_leases=finished,
-            num_waiting=len(self._queue),
+            num_waiting=len(self._queue) + len(self._arriving),
             num_running=len(self._running),
             waiting_prefill_tokens=self._waiting_prefill_tokens(now),
             prefill_tokens_per_s=self.cost.prefill_tokens_per_s,
@@ -208,6 +232,7 @@ class ReplayReplica:
             hit_tokens=self.hit_tokens,
             query_tokens=self.query_tokens,
             finished_output_tokens=outputs,
+            transfers=self.transfers,
         )
 
     def check_integrity(self) -> None:
@@ -219,13 +244,25 @@ class ReplayReplica:
 
     # One step each
 
+    def _let_in(self, now: float) -> list[Happening]:
+        """Queue those whose blocks have come, and say when the next ones will."""
+        later: list[_Waiting] = []
+        for waiting in self._arriving:
+            fetch = waiting.request.fetch
+            if fetch is None or fetch.ready_at <= now:
+                self._queue.append(waiting)
+            else:
+                later.append(waiting)
+        self._arriving = later
+        return [Happening(w.request.fetch.ready_at) for w in later if w.request.fetch is not None]
+
     def _steps_done(self, now: float) -> int:
         # Decoding happens between two calls: while something runs, so do its steps.
         return self.steps_done + (int(now / self.cost.token_s) if self._running else 0)
 
     def _waiting_prefill_tokens(self, now: float) -> int:
         # The rest of the running prefill counts with its constant part, as tokens of time.
-        waiting = sum(waiting.uncached_tokens for waiting in self._queue)
+        waiting = sum(w.uncached_tokens for w in (*self._queue, *self._arriving))
         prefilling = self._prefilling
         if prefilling is None:
             return waiting
@@ -251,17 +288,24 @@ class ReplayReplica:
             return None
         self._queue.popleft()
         size = self.info.identity.block_size
-        hit = len(contents) * size
+        hit = max(len(contents), self._num_fetched(request)) * size
         prefill_s = (request.num_prompt_tokens - hit) / self.cost.prefill_tokens_per_s
         end = now + self.cost.prefill_overhead_s + prefill_s
         output_s = request.trace.num_output_tokens * self.cost.token_s
-        running = _Running(request, blocks, len(contents), end, end + output_s)
+        running = _Running(request, blocks, hit // size, end, end + output_s)
         self._running[request.key] = self._prefilling = running
         self._count_hit(request, hit)
         if request.lease is not None:
             lease_id = request.lease.lease_id
             self._leases[lease_id] = LeaseUse(lease_id, 0)  # every block it needs is taken
         return running
+
+    def _num_fetched(self, request: SimulatedRequest) -> int:
+        """Blocks of its prompt that were copied here for it; the last token is computed."""
+        if request.fetch is None:
+            return 0
+        most = (request.num_prompt_tokens - 1) // self.info.identity.block_size
+        return min(request.fetch.num_blocks, most)
 
     def _count_hit(self, request: SimulatedRequest, hit: int) -> None:
         request.hit_tokens = hit

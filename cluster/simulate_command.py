@@ -30,6 +30,7 @@ from .simulator import (
     Measurements,
     Simulation,
     SimulationSpec,
+    TransferCost,
     with_load,
 )
 from .stepped_replica import SteppedReplica
@@ -47,7 +48,8 @@ class SimulationOptions:
     replicas, blocks and block_size: of the simulated cluster. load: prompt tokens per second over
     what all replicas can prefill; None = as fast as the trace is. requests: only the first so
     many. cost_model: `replay` or `steps`; prefill_rate, prefill_overhead_s, token_s (per token, or
-    per step) and max_running are its constants.
+    per step) and max_running are its constants. transfer_bytes_per_s: at which replicas copy KV
+    blocks from each other, of so many bytes per token; None = they do not; `replay` only.
     """
 
     trace: str
@@ -69,6 +71,8 @@ class SimulationOptions:
     max_retries: int = 3
     faults: tuple[Fault, ...] = ()
     seed: int = 0
+    transfer_bytes_per_s: float | None = None
+    kv_bytes_per_token: int = 128 * 1024
     synthetic: SyntheticSpec = field(default_factory=SyntheticSpec)
     late_binding: LateBindingConfig = field(default_factory=LateBindingConfig)
 
@@ -151,6 +155,8 @@ def _check(options: SimulationOptions) -> None:
     if options.cost_model not in COST_MODELS:
         known = ", ".join(COST_MODELS)
         raise CommandError(f"cost model {options.cost_model!r} is not one of {known}")
+    if options.transfer_bytes_per_s is not None and options.cost_model != "replay":
+        raise CommandError("--transfer-bandwidth needs --cost-model replay")
     for fault in options.faults:
         if not 0 <= fault.replica < options.replicas:
             raise CommandError(f"there is no replica {fault.replica} to fail")
@@ -215,6 +221,11 @@ def _run_policy(
         options.max_retries,
         report_interval_s=_REPORT_INTERVAL_S[options.cost_model],
         seed=options.seed,
+        transfer=(
+            None
+            if options.transfer_bytes_per_s is None
+            else TransferCost(options.transfer_bytes_per_s, options.kv_bytes_per_token)
+        ),
     )
     done = 0
 

@@ -47,6 +47,9 @@ class SimulationRow(TypedDict):
     decision_us_p99: float
     report_us_mean: float
     tenant_block_s: dict[str, float]
+    transfers: int
+    transfers_failed: int
+    transferred_tokens: int
 
 
 def make_row(
@@ -102,6 +105,9 @@ def make_row(
         decision_us_p99=percentile(measured.decision_us, 0.99),
         report_us_mean=fmean(measured.report_us) if measured.report_us else 0.0,
         tenant_block_s=measured.tenant_block_s,
+        transfers=measured.transfers,
+        transfers_failed=measured.transfers_failed,
+        transferred_tokens=measured.transferred_tokens,
     )
 
 

@@ -25,12 +25,14 @@ from ..protos.messages import (
     ReplicaInfo,
     ReplicaReport,
     ReserveRequest,
+    TransferStats,
 )
 from ..scheduler.block_hash import root_hash
 from .admission import AdmissionConfig
 from .controller import Controller, ControllerConfig
 from .late_binding import LateBindingConfig
 from .replay_replica import (
+    Fetch,
     Happening,
     ReplayCost,
     ReplayReplica,
@@ -77,11 +79,21 @@ class ClusterSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferCost:
+    """What copying blocks from one replica to another takes. kv_bytes_per_token: of one rank."""
+
+    bytes_per_s: float
+    kv_bytes_per_token: int = 128 * 1024
+    overhead_s: float = 0.005
+
+
+@dataclass(frozen=True, slots=True)
 class SimulationSpec:
     """One run: a policy on a workload.
 
     deadline_s: of every request. max_retries: how often a refused client comes back.
-    report_interval_s: least time between reports without arrivals or ends.
+    report_interval_s: least time between reports without arrivals or ends. transfer: None =
+    replicas exchange no blocks.
     check: assert the integrity of every part after every event (slow).
     """
 
@@ -100,6 +112,7 @@ class SimulationSpec:
     report_interval_s: float = 0.0
     seed: int = 0
     check: bool = False
+    transfer: TransferCost | None = None
 
 
 class SimulatedReplica(Protocol):
@@ -137,6 +150,9 @@ class Measurements:
     first_retries_served: int = 0
     restarts: int = 0
     nacks: int = 0
+    transfers: int = 0
+    transfers_failed: int = 0
+    transferred_tokens: int = 0
     preemptions: int = 0
     finished: int = 0
     duration_s: float = 0.0
@@ -156,6 +172,7 @@ class _Seat:
     delay_s: float = 0.0
     last_report: float = 0.0
     has_news: bool = False
+    link_busy_until: float = 0.0
 
 
 MakeReplica = Callable[[ReplicaInfo, ReplayCost], SimulatedReplica]
@@ -213,6 +230,7 @@ class Simulation:
 
     def _at(self, when: float, happen: Callable[[], None]) -> None:
         self._num_events += 1
+        when = max(when, self._now)  # what fell due while a replica was frozen
         heapq.heappush(self._events, (when, self._num_events, happen))
 
     def _schedule_arrival(self, arrivals: "enumerate[TraceRequest]") -> None:
@@ -324,12 +342,38 @@ class Simulation:
             self._resubmit(request, lease.replica_id)
             return
         request.lease = lease
+        request.fetch = self._fetch(request, lease, seat)
         if not replica.submit(request, self._now):
             self.measured.nacks += 1
             self._resubmit(request, lease.replica_id)
             return
         seat.has_news = True
         self._advance(seat)
+
+    def _fetch(self, request: SimulatedRequest, lease: Lease, seat: _Seat) -> Fetch | None:
+        """What becomes of the transfer that its lease offers."""
+        cost, offer, replica = self.spec.transfer, lease.transfer, seat.replica
+        if cost is None or offer is None or not isinstance(replica, ReplayReplica):
+            return None
+        origin = self._seat_of[offer.source.replica_id]
+        source, num_blocks = origin.replica, 0
+        if (
+            isinstance(source, ReplayReplica)
+            and source.info.incarnation == offer.source.incarnation
+            and self._now >= origin.frozen_until
+        ):
+            num_blocks = source.num_held(request)
+        missing = max(0, num_blocks - replica.num_held(request))
+        num_tokens = missing * self.spec.cluster.block_size
+        begin = max(self._now, origin.link_busy_until, seat.link_busy_until)
+        end = begin + cost.overhead_s + num_tokens * cost.kv_bytes_per_token / cost.bytes_per_s
+        if not missing or end - self._now > offer.timeout_s:
+            self.measured.transfers_failed += 1
+            return Fetch(min(end, self._now + offer.timeout_s), 0)
+        origin.link_busy_until = seat.link_busy_until = end
+        self.measured.transfers += 1
+        self.measured.transferred_tokens += num_tokens
+        return Fetch(end, num_blocks)
 
     def _resubmit(self, request: SimulatedRequest, failed: str) -> None:
         """Its replica is gone: the gateway tries elsewhere."""
@@ -367,7 +411,8 @@ class Simulation:
     # Replicas
 
     def _start(self, seat: _Seat) -> None:
-        cluster = self.spec.cluster
+        cluster, transfer = self.spec.cluster, self.spec.transfer
+        size = cluster.block_size
         seat.incarnations += 1
         info = ReplicaInfo(
             replica_id=f"replica-{seat.number}",
@@ -382,10 +427,16 @@ class Simulation:
             max_num_sequences=cluster.cost.max_running,
             prefill_tokens_per_s=cluster.cost.prefill_tokens_per_s,
             decode_step_s=cluster.cost.token_s,
+            block_bytes=0 if transfer is None else transfer.kv_bytes_per_token * size,
+            actors=() if transfer is None else (f"replica-{seat.number}",),
         )
         is_default = self.spec.policy == "default"
         cost = replace(cluster.cost, reports_progress=is_default)
         seat.replica = self._make_replica(info, cost)
+        if transfer is not None and isinstance(seat.replica, ReplayReplica):
+            seat.replica.transfers = TransferStats(
+                done=1, bytes_per_s=transfer.bytes_per_s, overhead_s=transfer.overhead_s
+            )
         seat.frozen_until = 0.0
         card = ModelCard(_MODEL, "", self._identity, info.max_context, 1 << 17, ())
         self.controller.register_replica(info, card, self._now)

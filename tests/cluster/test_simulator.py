@@ -26,6 +26,7 @@ from pagefleet.cluster.simulator import (
     Measurements,
     Simulation,
     SimulationSpec,
+    TransferCost,
     with_load,
 )
 from pagefleet.cluster.stepped_replica import SteppedReplica
@@ -71,6 +72,47 @@ def test_a_request_waits_until_its_blocks_fit() -> None:
     measured = run(workload, ClusterSpec(1, 12))
     prefill = 0.005 + 5120 / 40_000
     assert max(measured.ttft_s) == pytest.approx(prefill + 2.0 - 0.1 + prefill)
+
+
+def hot_prefix_on_a_busy_replica() -> Workload:
+    """20 blocks that one replica has; it is busy for a second when they are asked for again."""
+    size = 512
+    pieces = [((0, 20),), ((0, 20), (500, 80)), ((0, 20), (900, 2))]
+    times = (0.0, 10.0, 10.01)
+    return Workload(
+        "by hand",
+        tuple(
+            TraceRequest(at, size * sum(count for _, count in run), 10, run)
+            for at, run in zip(times, pieces, strict=True)
+        ),
+    )
+
+
+@pytest.mark.parametrize(("bytes_per_s", "is_copied"), [(None, False), (100e9, True), (1e9, False)])
+def test_a_hot_prefix_is_copied_where_that_is_cheaper(
+    bytes_per_s: float | None, is_copied: bool
+) -> None:
+    transfer = None if bytes_per_s is None else TransferCost(bytes_per_s)
+    workload = hot_prefix_on_a_busy_replica()
+    measured = run(workload, ClusterSpec(2, 200), transfer=transfer)
+    assert (measured.finished, measured.transfers_failed) == (3, 0)
+    assert measured.transfers == is_copied
+    copied_s = 0.005 + 20 * 512 * 128 * 1024 / 100e9
+    last = copied_s + 0.005 + 2 * 512 / 40_000 if is_copied else 0.005 + 22 * 512 / 40_000
+    assert min(measured.ttft_s) == pytest.approx(min(last, 0.005 + 20 * 512 / 40_000))
+    assert measured.transferred_tokens == (20 * 512 if is_copied else 0)
+
+
+def test_a_source_that_froze_costs_a_recompute() -> None:
+    workload = hot_prefix_on_a_busy_replica()
+    faults = tuple(Fault(FaultKind.FREEZE, 10.005, replica, 3.0) for replica in (0, 1))
+    measured = run(workload, ClusterSpec(2, 200), transfer=TransferCost(100e9), faults=faults)
+    assert measured.finished == 3
+
+
+def test_copying_needs_a_cost_model_that_has_it() -> None:
+    with pytest.raises(CommandError, match="transfer-bandwidth"):
+        run_simulation(SimulationOptions("synthetic", cost_model="steps", transfer_bytes_per_s=1e9))
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
