@@ -23,6 +23,8 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?i?)b?", re.IGNORECASE)
 
 DTYPES = ("auto", "float32", "bfloat16")
+WEIGHT_DTYPES = ("auto", "bfloat16", "int8")
+QUANTIZED_WEIGHTS = ("auto", "packed", "dequantized")
 DEVICES = ("auto", "cpu", "cuda")
 PREEMPTION_MODES = tuple(PreemptionMode)
 ADMISSION_RULES = tuple(AdmissionRule)
@@ -102,6 +104,8 @@ class ClusterConfig:
     prompt_lookup_max: int = 5
     overlap_steps: bool | None = None
     dtype: str = "auto"
+    weight_dtype: str = "auto"
+    quantized_weights: str = "auto"
     device: str = "auto"
     deterministic: bool = False
     address: str | None = None
@@ -114,6 +118,8 @@ class ClusterConfig:
         self._check_ports()
         self._check_memory()
         _check_choice("--dtype", self.dtype, DTYPES)
+        _check_choice("--weight-dtype", self.weight_dtype, WEIGHT_DTYPES)
+        _check_choice("--quantized-weights", self.quantized_weights, QUANTIZED_WEIGHTS)
         _check_choice("--device", self.device, DEVICES)
         _check_choice("--preemption-mode", self.preemption_mode, PREEMPTION_MODES)
         _check_choice("--admission-rule", self.admission_rule, ADMISSION_RULES)

@@ -98,6 +98,13 @@ def serve(
         typer.Option(help="Schedule a step while the one before it runs; on a GPU by default."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    weight_dtype: Annotated[
+        str, typer.Option(help="Of linears, on the CPU: bfloat16 or int8; auto: as --dtype.")
+    ] = "auto",
+    quantized_weights: Annotated[
+        str,
+        typer.Option(help="AWQ's and GPTQ's: packed, dequantized, or auto, packed if possible."),
+    ] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Results do not depend on the batch.")
@@ -176,6 +183,8 @@ def serve(
         prompt_lookup_max=prompt_lookup_max,
         overlap_steps=overlap_steps,
         dtype=dtype,
+        weight_dtype=weight_dtype,
+        quantized_weights=quantized_weights,
         device=device,
         deterministic=deterministic,
         address=address,

@@ -185,6 +185,8 @@ def worker_config(config: ClusterConfig, num_threads: int, *, on_gpu: bool) -> W
         model=config.models[0].checkpoint,
         device="cuda" if on_gpu else "cpu",
         dtype=config.dtype,
+        weight_dtype=config.weight_dtype,
+        quantized_weights=config.quantized_weights,
         block_size=config.block_size,
         num_blocks=config.num_blocks,
         kv_memory=config.kv_memory,

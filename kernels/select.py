@@ -23,21 +23,31 @@ class BackendUnavailable(RuntimeError):
 
 
 def select_backend(
-    device: torch.device, dtype: torch.dtype, deterministic: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    deterministic: bool = False,
+    weight_dtype: torch.dtype | None = None,
 ) -> KernelBackend:
     """On a GPU `flashinfer` where it is installed and computes in `dtype`, else `triton`; on the
     CPU `cpu` (compiled) where its library loads; else `reference`.
 
     The environment variable PAGEFLEET_KERNELS overrides; a backend asked for by name that cannot
     be had is an error, never a silent fallback.
+
+    weight_dtype: of the weights of linears where it is not `dtype`: `cpu` alone has that.
     """
     wanted = os.environ.get(ENVIRONMENT_VARIABLE, "")
     if wanted not in ("", *NAMES):
         raise BackendUnavailable(f"{ENVIRONMENT_VARIABLE}={wanted!r}: use {', '.join(NAMES)}")
     for name in (wanted,) if wanted else _preferred(device, dtype, deterministic):
         obstacle = _obstacle(name, device, deterministic)
+        if obstacle is None and name != "cpu" and weight_dtype is not None:
+            raise BackendUnavailable(
+                f"weights of {weight_dtype} beside {dtype}: only the compiled CPU kernels do that,"
+                f" here {name} would be used"
+            )
         if obstacle is None:
-            return _make(name, device, deterministic)
+            return _make(name, device, deterministic, weight_dtype)
         if wanted:
             raise BackendUnavailable(f"{ENVIRONMENT_VARIABLE}={name}: {obstacle}")
     raise AssertionError("the reference runs anywhere")
@@ -78,9 +88,11 @@ def _flashinfer_obstacle() -> str | None:
     return None
 
 
-def _make(name: str, device: torch.device, deterministic: bool) -> KernelBackend:
+def _make(
+    name: str, device: torch.device, deterministic: bool, weight_dtype: torch.dtype | None
+) -> KernelBackend:
     if name == "cpu":
-        return cpu.CpuBackend(deterministic)
+        return cpu.CpuBackend(deterministic, weight_dtype=weight_dtype)
     if name == "reference":
         return ReferenceBackend(deterministic)
     # Each imports what only a GPU machine has.

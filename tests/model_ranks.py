@@ -50,9 +50,10 @@ def logits_of(
     kernels: str,
     prompts: Sequence[Sequence[int]],
     chunks: Sequence[int],
+    settings: Settings | None = None,
 ) -> list[list[Tensor]]:
     """For each chunk length, the logits of each prompt; nothing on ranks other than the leader."""
-    runner = load_rank(rank, world_size, folder, name, kernels, {})
+    runner = load_rank(rank, world_size, folder, name, kernels, settings or {})
     found = [all_logits(runner, prompts, chunk) for chunk in chunks]
     runner.ranks.messages.barrier()
     runner.close()

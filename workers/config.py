@@ -19,6 +19,10 @@ class WorkerConfig:
     weights_ordered: they are not what the replica was made for: an update ordered them since.
     device: "auto" (a GPU where there is one), "cpu", "cuda", "cuda:1".
     dtype: "auto" (float32 on the CPU, else the checkpoint's), "float32", "bfloat16".
+    weight_dtype: how linears are kept: "auto" (as dtype), "bfloat16", or "int8" with a scale per
+        output; widened as they are read. The compiled CPU kernels alone.
+    quantized_weights: those of AWQ and GPTQ: "packed" as they are, "dequantized" to dtype, "auto"
+        (packed where the kernels can).
     num_blocks, kv_memory (bytes), memory_fraction: the pool's size; the first that is set holds.
         memory_fraction: of the device's memory, weights and workspace included, on a GPU
         (None = 0.9); of the memory available once the weights are loaded, on the CPU (None = 0.25).
@@ -43,6 +47,8 @@ class WorkerConfig:
     weights_ordered: bool = False
     device: str = "auto"
     dtype: str = "auto"
+    weight_dtype: str = "auto"
+    quantized_weights: str = "auto"
     block_size: int = 16
     num_blocks: int | None = None
     kv_memory: int | None = None
@@ -92,6 +98,12 @@ class WorkerConfig:
             raise ValueError(f"host_memory must not be negative, is {self.host_memory}")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"dtype must be auto, float32 or bfloat16, is {self.dtype!r}")
+        if self.weight_dtype not in ("auto", "bfloat16", "int8"):
+            raise ValueError(f"weight_dtype must be auto, bfloat16 or int8: {self.weight_dtype!r}")
+        if self.quantized_weights not in ("auto", "packed", "dequantized"):
+            raise ValueError(
+                f"quantized_weights must be auto, packed or dequantized: {self.quantized_weights!r}"
+            )
 
     def scheduler_config(
         self, num_blocks: int, num_host_blocks: int, max_context: int

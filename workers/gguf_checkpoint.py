@@ -16,6 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from ..kernels.quantized_weight import QuantizedWeight
 from .fingerprint import StoredTensor, fingerprint
 from .models.config import CheckpointError, UnsupportedModel
 from .models.config_fields import ConfigFields
@@ -157,6 +158,10 @@ class GgufCheckpoint:
         if self._is_turned and kind in self._num_heads:
             return _halves_from_pairs(tensor, self._num_heads[kind])
         return tensor
+
+    def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedWeight | None:
+        """None: GGUF's own quantised types are made float."""
+        return None
 
     def ignore(self, name: str) -> None:
         """A tensor that may be there and is not needed."""

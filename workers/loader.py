@@ -1,12 +1,11 @@
 """Checkpoints from disk or hub: which files, which tensors, in which dtype. Knows no decoder.
 
 Tensors are memory-mapped: one that is used as it stands costs no memory of its own. Quantised
-linears are made float as they are read, one at a time.
+linears are unpacked as they are read, one at a time, and made float unless codes are asked for.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import json
-import math
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Protocol, cast
@@ -15,13 +14,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..kernels.quantized_weight import QuantizedWeight
 from .fingerprint import StoredTensor, fingerprint
 from .gguf_checkpoint import GgufCheckpoint, find_gguf
 from .models.config import CheckpointError, DecoderConfig, UnsupportedModel
 from .models.config_fields import ConfigFields
 from .models.families import parse_config, read_config
 from .models.tensor_names import StoredPlace
-from .quantized import dequantize, read_quantization
+from .quantized import dequantize, read_codes, read_quantization
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -53,6 +53,10 @@ class StoredWeights(Protocol):
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """One tensor as it is stored, or float32 if quantised; raises `ModelError` where there is
         none of this name and shape."""
+        ...
+
+    def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedWeight | None:
+        """A weight of this name and shape as codes; None where it is stored in another way."""
         ...
 
     def ignore(self, name: str) -> None:
@@ -167,7 +171,18 @@ class Checkpoint:
         is_linear = kind == "weight" and f"{module}.qweight" in self._stored
         return is_linear and self._quantization is not None
 
+    def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedWeight | None:
+        """See `StoredWeights`."""
+        if self._quantization is None or name in self._stored or not self._is_quantized(name):
+            return None
+        return read_codes(self._quantization, self._parts_of(name, shape), shape[0])
+
     def _dequantized(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        assert self._quantization is not None
+        return dequantize(self._quantization, self._parts_of(name, shape), shape[0])
+
+    def _parts_of(self, name: str, shape: tuple[int, ...]) -> Callable[[str], Tensor | None]:
+        """Reads the tensors of a quantised linear by what they hold."""
         assert self._quantization is not None
         module = name.removesuffix(".weight")
         out_features, in_features = shape
@@ -179,7 +194,7 @@ class Checkpoint:
                 return None
             return self._read(full, shapes[kind], ("I32", *_DTYPES))
 
-        return dequantize(self._quantization, part, out_features)
+        return part
 
     def ignore(self, name: str) -> None:
         """A tensor that may be there and is not needed."""
@@ -224,6 +239,7 @@ class CheckpointSource:
     """A checkpoint's tensors, converted to the model's dtype and moved to its device.
 
     place: where a tensor that the decoder asks for is stored; None = under its own name.
+    keep_codes: quantised linears are handed out as they are.
     """
 
     def __init__(
@@ -233,17 +249,17 @@ class CheckpointSource:
         device: torch.device,
         place: Callable[[str], StoredPlace] = StoredPlace,
         progress: Progress | None = None,
+        keep_codes: bool = False,
     ) -> None:
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
         self._place = place
         self._progress = progress
-        self.num_elements = 0
+        self._keep_codes = keep_codes
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """See `TensorSource`."""
-        self.num_elements += math.prod(shape)
         return self._stored(name, shape).to(self._device, self._dtype)
 
     def part(self, name: str, shape: tuple[int, ...], dim: int, begin: int, end: int) -> Tensor:
@@ -252,8 +268,21 @@ class CheckpointSource:
         The rest is not read where `dim` is the first; never does it take memory of the process.
         """
         part = self._stored(name, shape).narrow(dim, begin, end - begin)
-        self.num_elements += part.numel()
         return part.contiguous().to(self._device, self._dtype)
+
+    def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedWeight | None:
+        """See `TensorSource`."""
+        if not self._keep_codes:
+            return None
+        place = self._place(name)
+        if place.num_rows is None:
+            weight = self._checkpoint.quantized(place.name, shape)
+        else:
+            weight = self._checkpoint.quantized(place.name, (place.num_rows, *shape[1:]))
+            weight = weight and weight.rows(place.begin, place.begin + shape[0])
+        if weight is not None:
+            self._tell_progress()
+        return weight
 
     def skip(self, name: str) -> None:
         """See `TensorSource`."""
@@ -266,9 +295,12 @@ class CheckpointSource:
         else:
             whole = self._checkpoint.tensor(place.name, (place.num_rows, *shape[1:]))
             tensor = whole.narrow(0, place.begin, shape[0])
+        self._tell_progress()
+        return tensor
+
+    def _tell_progress(self) -> None:
         if self._progress is not None:
             self._progress(*self._checkpoint.progress)
-        return tensor
 
 
 def _weight_files(folder: Path) -> list[Path]:

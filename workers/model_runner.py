@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from ..kernels.backend import KernelBackend
-from ..kernels.select import select_backend
+from ..kernels.cpu import CpuBackend
+from ..kernels.select import BackendUnavailable, select_backend
 from ..protos.messages import SamplingParams, TokenLogprobs
 from ..scheduler.output import (
     CopyDone,
@@ -46,6 +47,9 @@ from .sampler import Sampler, Samples, token_logprobs
 from .shard_plan import ShardError, ShardPlan
 from .sharded_source import ShardedSource, local_config, plan_shards
 from .wanted_rows import PromptReport, WantedRows, prompt_reports
+
+
+_NARROW_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +141,12 @@ class ModelRunner:
         model, checkpoint = open_model(folder)
         max_context = _max_context(config, model)
         dtype = _dtype(config.dtype, checkpoint.dtype, device)
-        backend = select_backend(device, dtype, config.deterministic)
+        backend = _backend(config, device, dtype)
         plan = _shard_plan(model, spec, folder)
         shard = local_config(model, plan)
         with unfragmented_heap():
             decoder, weights = _load_decoder(
-                model, plan, checkpoint, dtype, device, backend, max_context, ranks, progress
+                config, model, plan, checkpoint, dtype, device, backend, ranks, progress
             )
         ranks.messages.barrier(spec.start_timeout_s)  # disks differ in speed
         # Logits are whole on the leader; all else is the rank's part.
@@ -336,31 +340,50 @@ def _check_same_model(ranks: RankGroups, fingerprint: str) -> None:
         raise ModelError(f"rank {ranks.rank} has loaded another model than the leader")
 
 
+def _backend(config: WorkerConfig, device: torch.device, dtype: torch.dtype) -> KernelBackend:
+    weight_dtype = _NARROW_DTYPES.get(config.weight_dtype)
+    try:
+        backend = select_backend(device, dtype, config.deterministic, weight_dtype)
+    except BackendUnavailable as error:
+        raise ModelError(str(error)) from error
+    if config.quantized_weights == "packed" and not isinstance(backend, CpuBackend):
+        raise ModelError(
+            f"quantized_weights packed: the kernels {backend.name!r} take float weights alone;"
+            " use dequantized"
+        )
+    return backend
+
+
 def _load_decoder(
+    config: WorkerConfig,
     model: DecoderConfig,
     plan: ShardPlan,
     checkpoint: StoredWeights,
     dtype: torch.dtype,
     device: torch.device,
     backend: KernelBackend,
-    max_context: int,
     ranks: RankGroups,
     progress: Progress | None,
 ) -> tuple[Decoder, int]:
     """The decoder of one rank, and the bytes of its weights."""
     place = partial(stored_place, model)
-    source = CheckpointSource(checkpoint, dtype, device, place, progress)
+    keep_codes = config.quantized_weights != "dequantized" and isinstance(backend, CpuBackend)
+    source = CheckpointSource(checkpoint, dtype, device, place, progress, keep_codes)
     vocabulary = None
     if plan.world_size > 1:
         vocabulary = VocabularyShard(plan.vocab, plan.vocab_sizes)
     shard = local_config(model, plan)
     with torch.inference_mode():
-        weights = load_weights(shard, ShardedSource(source, model, plan), backend)
+        # Rows of a table are looked up: a scale for each would cost more than int8 saves.
+        table_dtype = torch.bfloat16 if config.weight_dtype in _NARROW_DTYPES else None
+        sharded = ShardedSource(source, model, plan)
+        weights = load_weights(shard, sharded, backend, table_dtype)
+        max_context = _max_context(config, model)
         decoder = Decoder(shard, weights, backend, max_context, ranks.tensors, vocabulary)
     if model.tie_word_embeddings:
         checkpoint.ignore("lm_head.weight")
     checkpoint.check_all_used()
-    return decoder, source.num_elements * dtype.itemsize
+    return decoder, weights.num_bytes
 
 
 def _device(name: str) -> torch.device:

@@ -1,4 +1,4 @@
-"""Weight-only quantised linears, AWQ's and GPTQ's layout, made float again. Knows no file.
+"""Weight-only quantised linears, AWQ's and GPTQ's layout, as codes or made float. Knows no file.
 
 Both keep, for a weight [out, in], integers of 4 or 8 bits packed into int32, and a scale and a
 zero point for each output and each group of inputs:
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels.quantized_weight import QuantizedWeight
 from .models.config import UnsupportedModel
 from .models.config_fields import ConfigFields
 
@@ -91,10 +92,48 @@ def read_quantization(fields: ConfigFields) -> Quantization | None:
     return Quantization(method, bits, group_size, offset)
 
 
+@dataclass(frozen=True, slots=True)
+class _Unpacked:
+    """words: int32 [in, out]; zeros: int32 [groups, out]; scales: [groups, out]; groups: int64
+    [in], each input's."""
+
+    words: Tensor
+    zeros: Tensor
+    scales: Tensor
+    groups: Tensor
+
+
 def dequantize(
     quantization: Quantization, part: Callable[[str], Tensor | None], out_features: int
 ) -> Tensor:
     """float32 [out_features, in_features]. part: by name, None where it is not stored."""
+    unpacked = _unpack_parts(quantization, part, out_features)
+    groups = unpacked.groups
+    weight = (unpacked.words - unpacked.zeros[groups]).float() * unpacked.scales.float()[groups]
+    return weight.T.contiguous()
+
+
+def read_codes(
+    quantization: Quantization, part: Callable[[str], Tensor | None], out_features: int
+) -> QuantizedWeight | None:
+    """The linear as it is; None where an input's group is not told by its place."""
+    unpacked = _unpack_parts(quantization, part, out_features)
+    in_features = len(unpacked.words)
+    size = quantization.group_size or in_features
+    if not torch.equal(unpacked.groups, torch.arange(in_features) // size):
+        return None
+    return QuantizedWeight(
+        codes=unpacked.words.to(torch.uint8).T.contiguous(),
+        scales=unpacked.scales.float().T.contiguous(),
+        zeros=unpacked.zeros.float().T.contiguous(),
+        group_size=size,
+        bits=quantization.bits,
+    )
+
+
+def _unpack_parts(
+    quantization: Quantization, part: Callable[[str], Tensor | None], out_features: int
+) -> _Unpacked:
     qweight, qzeros, scales = (_present(part, name) for name in ("qweight", "qzeros", "scales"))
     if quantization.method == "gptq":
         words = _unpack(qweight.T, quantization.bits).T  # [in, out]
@@ -107,9 +146,7 @@ def dequantize(
         size = quantization.group_size or len(words)
         groups = torch.arange(len(words)) // size
     zeros = (zeros + quantization.zero_offset)[:, :out_features]
-    groups = groups.long()
-    weight = (words - zeros[groups]).float() * scales.float()[groups]
-    return weight.T.contiguous()
+    return _Unpacked(words, zeros, scales, groups.long())
 
 
 def _present(part: Callable[[str], Tensor | None], name: str) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..kernels.quantized_weight import QuantizedWeight
 from .loader import CheckpointSource
 from .models.config import DecoderConfig, QkNorm
 from .shard_plan import ModelDimensions, ShardError, ShardPlan, Share, even_shares
@@ -76,6 +77,18 @@ class ShardedSource:
         assert shape[cut.dim] == cut.share.size, f"{name}: {shape} does not fit {cut}"
         full = (*shape[: cut.dim], cut.full, *shape[cut.dim + 1 :])
         return self._source.part(name, full, cut.dim, cut.share.begin, cut.share.end)
+
+    def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedWeight | None:
+        """The rank's part as codes, of which the whole is read."""
+        cut = self._cut_of(name)
+        if cut is None:
+            return self._source.quantized(name, shape)
+        full = (*shape[: cut.dim], cut.full, *shape[cut.dim + 1 :])
+        weight, share = self._source.quantized(name, full), cut.share
+        if weight is None:
+            return None
+        take = weight.rows if cut.dim == 0 else weight.columns
+        return take(share.begin, share.end)
 
     def skip(self, name: str) -> None:
         """See `TensorSource`."""

@@ -77,6 +77,8 @@ def test_sizes_are_written():
         ({"memory_fraction": 1.5}, "--gpu-memory-utilization"),
         ({"host_memory": -1}, "--host-memory"),
         ({"dtype": "float8"}, "--dtype"),
+        ({"weight_dtype": "int4"}, "--weight-dtype must be one of auto, bfloat16, int8"),
+        ({"quantized_weights": "float"}, "--quantized-weights"),
         ({"device": "tpu"}, "--device"),
         ({"models": (NamedModel("m", ""),)}, "--served-model-name"),
         ({"models": (NamedModel("a", "m"), NamedModel("b", "m"))}, "one name"),

@@ -40,10 +40,14 @@ def leaders(results: list[object]) -> object:
 
 
 def logits_of_ranks(
-    processes: RankProcesses, folder: Path, world_size: int, prompts: list[list[int]]
+    processes: RankProcesses,
+    folder: Path,
+    world_size: int,
+    prompts: list[list[int]],
+    **settings: object,
 ) -> list[torch.Tensor]:
     program = (programs.logits_of, world_size, folder, uuid4().hex, KERNELS, prompts, (33,))
-    return leaders(processes.run(*program))[0]
+    return leaders(processes.run(*program, settings))[0]
 
 
 @pytest.mark.slow
@@ -84,13 +88,15 @@ def test_answers_equal_one_ranks(processes: RankProcesses, tmp_path: Path, famil
 def test_packed_weights_are_cut_as_float_ones_are(
     processes: RankProcesses, tmp_path: Path, method: str
 ) -> None:
-    folder = make_llama(tmp_path / "packed", num_kv_heads=4, intermediate_size=128)
+    # Half of the ffn ends inside a group.
+    folder = make_llama(tmp_path / "packed", num_kv_heads=4, intermediate_size=96)
     quantize_checkpoint(folder, tmp_path / "plain", method)
     prompts = [random_prompt(40, 131)]
-    found, expected = (
-        logits_of_ranks(processes, each, 2, prompts)[0] for each in (folder, tmp_path / "plain")
-    )
-    assert torch.equal(found, expected)
+    expected = logits_of_ranks(processes, tmp_path / "plain", 2, prompts)[0]
+    as_float = logits_of_ranks(processes, folder, 2, prompts, quantized_weights="dequantized")[0]
+    assert torch.equal(as_float, expected)
+    as_codes = logits_of_ranks(processes, folder, 2, prompts)[0]
+    torch.testing.assert_close(as_codes, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_one_norm_over_all_heads_cannot_share_kv_heads(tmp_path: Path) -> None:

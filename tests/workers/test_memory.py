@@ -165,6 +165,8 @@ def test_the_partition_of_a_loaded_runner_adds_up(tmp_path: Path) -> None:
         {"memory_fraction": 1.5},
         {"host_memory": -1},
         {"dtype": "float64"},
+        {"weight_dtype": "float32"},
+        {"quantized_weights": "float"},
         {"block_size": 0},
         {"max_num_sequences": 0},
     ],

@@ -12,11 +12,16 @@ from model_families import make_checkpoint
 from quantized_factories import quantize_checkpoint, write_gguf
 from safetensors.torch import load_file, save_file
 
+from pagefleet.kernels import cpu
+from pagefleet.kernels.select import ENVIRONMENT_VARIABLE
 from pagefleet.workers.loader import CheckpointError
 from pagefleet.workers.models.config import ModelError, UnsupportedModel
 
 SHAPE = LlamaShape(intermediate_size=128, num_kv_heads=2)
 PROMPT = random_prompt(40, SHAPE.vocab_size)
+needs_compiled = pytest.mark.skipif(
+    not cpu.is_available(), reason="the compiled kernels were not built"
+)
 
 
 # Experts on every layer, in blocks that Q8_0 has.
@@ -26,11 +31,11 @@ NO_SURPRISES: dict[str, dict[str, object]] = {
 }
 
 
-def logits(folder: Path) -> torch.Tensor:
-    return all_logits(load_runner(folder), [PROMPT], 40)[0]
+def logits(folder: Path, quantized_weights: str = "dequantized") -> torch.Tensor:
+    return all_logits(load_runner(folder, quantized_weights=quantized_weights), [PROMPT], 40)[0]
 
 
-@pytest.mark.parametrize(
+WAYS = pytest.mark.parametrize(
     ("method", "how"),
     [
         ("awq", {}),
@@ -42,6 +47,9 @@ def logits(folder: Path) -> torch.Tensor:
     ],
     ids=str,
 )
+
+
+@WAYS
 def test_packed_weights_are_what_they_stand_for(
     tmp_path: Path, method: str, how: dict[str, int]
 ) -> None:
@@ -55,7 +63,50 @@ def test_packed_weights_of_other_families(tmp_path: Path, family: str) -> None:
     """Fused projections, and experts."""
     folder = make_checkpoint(tmp_path / "packed", family)
     quantize_checkpoint(folder, tmp_path / "plain", "gptq", group_size=16)
-    assert torch.equal(logits(folder), logits(tmp_path / "plain"))
+    expected = logits(tmp_path / "plain")
+    assert torch.equal(logits(folder), expected)
+    torch.testing.assert_close(logits(folder, "auto"), expected, rtol=1e-4, atol=1e-4)
+
+
+@needs_compiled
+@WAYS
+def test_weights_that_stay_packed_say_the_same(
+    tmp_path: Path, method: str, how: dict[str, int]
+) -> None:
+    folder = make_llama(tmp_path / "packed", SHAPE)
+    quantize_checkpoint(folder, tmp_path / "plain", method, **how)
+    torch.testing.assert_close(
+        logits(folder, "packed"), logits(tmp_path / "plain"), rtol=1e-4, atol=1e-4
+    )
+
+
+@needs_compiled
+def test_weights_that_stay_packed_are_counted_as_they_are(tmp_path: Path) -> None:
+    shape = LlamaShape(hidden_size=256, intermediate_size=512, num_kv_heads=2, vocab_size=64)
+    folder = make_llama(tmp_path / "packed", shape)
+    quantize_checkpoint(folder, tmp_path / "plain", "gptq", group_size=128)
+    plain, packed = (load_runner(path).partition.weights for path in (tmp_path / "plain", folder))
+    assert packed < plain * 0.25
+    dequantized = load_runner(folder, quantized_weights="dequantized")
+    assert dequantized.partition.weights == plain
+
+
+@needs_compiled
+def test_groups_of_unequal_order_are_made_float_even_if_packed_is_asked_for(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "packed", SHAPE)
+    quantize_checkpoint(folder, tmp_path / "plain", "gptq", shuffle_groups=True)
+    assert torch.equal(logits(folder, "packed"), logits(tmp_path / "plain"))
+
+
+def test_packed_weights_need_kernels_that_take_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_llama(tmp_path / "packed", SHAPE)
+    quantize_checkpoint(folder, tmp_path / "plain", "awq")
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "reference")
+    with pytest.raises(ModelError, match="'reference' take float weights alone"):
+        load_runner(folder, quantized_weights="packed")
+    assert torch.equal(logits(folder, "auto"), logits(tmp_path / "plain"))
 
 
 def test_a_bias_of_zeros_beside_packed_weights_is_no_bias(tmp_path: Path) -> None:

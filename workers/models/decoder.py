@@ -136,7 +136,7 @@ class Decoder:
         weights = self._weights
         if weights.embedding is None:
             return self.backend.embedding(token_ids, weights.head, weights.final_norm.dtype)
-        return F.embedding(token_ids, weights.embedding)
+        return F.embedding(token_ids, weights.embedding).to(weights.final_norm.dtype)
 
     def _write_cache(
         self, x: Tensor, index: int, kv_layer: Tensor, metadata: AttentionMetadata

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.backend import KernelBackend, LinearWeight
+from ...kernels.quantized_weight import QuantizedWeight, stack
 from .config import DecoderConfig, ExpertsConfig, QkNorm
 
 
@@ -20,6 +21,10 @@ class TensorSource(Protocol):
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor in the model's dtype on its device; raises `ModelError` on any mismatch."""
+        ...
+
+    def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedWeight | None:
+        """The weight as codes, where it is stored so and codes are wanted."""
         ...
 
     def skip(self, name: str) -> None:
@@ -34,6 +39,11 @@ class MlpWeights:
     gate_up: LinearWeight
     down: LinearWeight
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that they take."""
+        return self.gate_up.num_bytes + self.down.num_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertsWeights:
@@ -41,6 +51,11 @@ class ExpertsWeights:
 
     router: LinearWeight
     experts: tuple[MlpWeights, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that they take."""
+        return self.router.num_bytes + sum(expert.num_bytes for expert in self.experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +76,20 @@ class LayerWeights:
     mlp: MlpWeights | ExpertsWeights
     mlp_post_norm: Tensor | None
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that they take."""
+        norms = (
+            self.input_norm,
+            self.q_norm,
+            self.k_norm,
+            self.attention_post_norm,
+            self.mlp_norm,
+            self.mlp_post_norm,
+        )
+        linears = self.qkv.num_bytes + self.output.num_bytes + self.mlp.num_bytes
+        return linears + sum(norm.nbytes for norm in norms if norm is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
@@ -71,16 +100,30 @@ class DecoderWeights:
     final_norm: Tensor
     head: LinearWeight
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that they take."""
+        table = 0 if self.embedding is None else self.embedding.nbytes
+        layers = sum(layer.num_bytes for layer in self.layers)
+        return table + layers + self.final_norm.nbytes + self.head.num_bytes
+
 
 def load_weights(
-    config: DecoderConfig, source: TensorSource, backend: KernelBackend
+    config: DecoderConfig,
+    source: TensorSource,
+    backend: KernelBackend,
+    embedding_dtype: torch.dtype | None = None,
 ) -> DecoderWeights:
-    """Layer by layer, so that no more than one layer is held twice."""
+    """Layer by layer, so that no more than one layer is held twice.
+
+    embedding_dtype: how a table that is not also the head is kept; None = as the source gives it.
+    """
     width = config.hidden_size
     embedding = source.tensor("model.embed_tokens.weight", (config.vocab_size, width))
     if config.tie_word_embeddings:
         head, embedding = backend.pack_linear(embedding), None
     else:
+        embedding = embedding.to(embedding_dtype or embedding.dtype)
         head = backend.pack_linear(source.tensor("lm_head.weight", (config.vocab_size, width)))
     layers = tuple(
         LayerLoader(config, source, backend, index).load() for index in range(config.num_layers)
@@ -167,14 +210,28 @@ class LayerLoader:
 
     def _linear(self, sizes: dict[str, int], in_features: int, has_bias: bool) -> LinearWeight:
         """The named linears as one, their outputs side by side."""
-        parts = [
-            self._source.tensor(f"{self._prefix}.{name}.weight", (size, in_features))
-            for name, size in sizes.items()
-        ]
         biases = [
             self._source.tensor(f"{self._prefix}.{name}.bias", (size,))
             for name, size in sizes.items()
             if has_bias
         ]
+        bias = torch.cat(biases) if biases else None
+        codes = self._codes(sizes, in_features)
+        if codes is not None:
+            return self._backend.pack_quantized(codes, bias)
+        parts = [
+            self._source.tensor(f"{self._prefix}.{name}.weight", (size, in_features))
+            for name, size in sizes.items()
+        ]
         weight = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self._backend.pack_linear(weight, torch.cat(biases) if biases else None)
+        return self._backend.pack_linear(weight, bias)
+
+    def _codes(self, sizes: dict[str, int], in_features: int) -> QuantizedWeight | None:
+        """The named linears as one; None where that cannot be without making them float."""
+        parts: list[QuantizedWeight] = []
+        for name, size in sizes.items():
+            part = self._source.quantized(f"{self._prefix}.{name}.weight", (size, in_features))
+            if part is None or not part.is_packable:
+                return None
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else stack(parts)
