@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from cluster_factories import FakeReplica, make_card, make_hashes, make_info, make_request
 
+from pagefleet.cluster.autoscaling import newest
 from pagefleet.cluster.controller import ControllerConfig
 from pagefleet.cluster.controller_actor import ControllerService
 from pagefleet.cluster.late_binding import LateBindingConfig
-from pagefleet.protos.messages import Lease, PoolMap, PoolView, ReplicaInfo, Ticket
+from pagefleet.protos.errors import Unavailable
+from pagefleet.protos.messages import CacheReset, Lease, PoolMap, PoolView, ReplicaInfo, Ticket
 
 CONFIG = ControllerConfig(late_binding=LateBindingConfig(start_slack_s=1e9), watchdog_s=5.0)
 WHOLE_POOL = {"num_tokens": 1500, "max_tokens": 100}
@@ -167,3 +169,44 @@ def test_the_actor_serves_waits_and_reports_apart(tmp_path_factory: object) -> N
     finally:
         if started:
             ray.shutdown()
+
+
+async def test_a_reset_waits_for_every_replica_and_says_who_does_not_answer() -> None:
+    clock = Clock()
+    service = ControllerService(CONFIG, clock=clock)
+    replica = await join(service, make_info())
+    reset = asyncio.create_task(service.reset_prefix_cache(""))
+    await asyncio.sleep(0)
+    order = (await service.report(replica.report())).reset_order
+    replica.epoch += 1
+    await service.report(replica.report(reset_order=order, reset_blocks=4))
+    assert await reset == (CacheReset("r0", 4, 1),)
+    vain = asyncio.create_task(service.reset_prefix_cache("m"))
+    await asyncio.sleep(0)
+    clock.now += 60.0
+    with pytest.raises(Unavailable, match="r0"):
+        await vain
+
+
+async def test_whoever_calls_ends_the_silence_and_time_alone_does_not() -> None:
+    clock = Clock()
+    service = ControllerService(CONFIG, clock=clock)
+    replica = await join(service, make_info())
+    clock.now += 3.0
+    service.tick()
+    assert service.silence_s == 3.0
+    await service.report(replica.report())
+    assert service.silence_s == 0.0
+    clock.now += 4.0
+    await service.model_cards()
+    assert service.silence_s == 0.0
+
+
+async def test_demands_are_numbered_so_that_the_newest_is_known() -> None:
+    service = ControllerService(CONFIG, clock=Clock())
+    await join(service, make_info())
+    first = await service.block_demands({"m": 60.0, "unknown": 5.0})
+    second = await service.block_demands({"m": 60.0})
+    assert newest((second["m"], first["m"])) is second["m"]
+    assert (first["m"].num_replicas, first["m"].free_blocks) == (1, 100)
+    assert (first["unknown"].num_replicas, first["unknown"].startup_s) == (0, 5.0)
