@@ -90,14 +90,15 @@ class StepResults:
         if not special and not result.logprobs:
             self._outbox.tell_tokens(batch, row_list, token_list, number_list)
             return
-        for place, row, token, number in zip(
-            places, row_list, token_list, number_list, strict=True
-        ):
+        entries = list(zip(places, row_list, token_list, number_list, strict=True))
+        plain = [e for e in entries if e[1] not in special and e[0] not in result.logprobs]
+        if plain:
+            _, plain_rows, plain_tokens, plain_numbers = map(list, zip(*plain, strict=True))
+            self._outbox.tell_tokens(batch, plain_rows, plain_tokens, plain_numbers)
+        for place, row, token, number in entries:
             if row in special or place in result.logprobs:
                 sequence = batch.sequence(row)
                 self._tell(sequence, [token], number, _logprobs_at(result, place, 1), now)
-            else:
-                self._outbox.tell_tokens(batch, [row], [token], [number])
 
     def _append_to_waiting(
         self, record: StepRecord, result: ModelRunnerOutput, places: list[int], now: float

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -37,6 +38,7 @@ class FakeExecutor:
         self._state = threading.Condition()
         self._num_started = 0
         self._num_allowed: int | None = None  # None = any
+        self._thread: ThreadPoolExecutor | None = None
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         with self._state:
@@ -56,11 +58,17 @@ class FakeExecutor:
             self.ended_copies += [CopyDone(job.job_id) for job in output.copy_jobs]
         return ModelRunnerOutput(output.step, tokens, copies_done=done, elapsed_s=0.001)
 
+    def launch(self, output: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        self._thread = self._thread or ThreadPoolExecutor(1)
+        return self._thread.submit(self.execute, output).result
+
     def poll_copies(self) -> tuple[CopyDone, ...]:
         done, self.ended_copies = tuple(self.ended_copies), []
         return done
 
     def shutdown(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
         self.is_shut_down = True
 
     def hold(self, after: int = 0) -> None:

@@ -22,7 +22,7 @@ from pagefleet.scheduler.config import PreemptionMode
 from pagefleet.scheduler.output import NewRow, SchedulerOutput
 from pagefleet.scheduler.scheduler import Scheduler
 from pagefleet.workers.config import WorkerConfig
-from pagefleet.workers.model_runner import ModelRunner
+from pagefleet.workers.model_runner import LaunchedStep, ModelRunner
 
 IDENTITY = CacheIdentity("test", 0, "float32", 16)
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=32)
@@ -95,6 +95,7 @@ def serve(
     preemption_mode: PreemptionMode = PreemptionMode.RECOMPUTE,
     preempt_every: int | None = None,
     guesses: Guesses | None = None,
+    overlap: bool = False,
 ) -> dict[tuple[str, int], Answer]:
     """Run all requests together to their ends; the pool is checked after every step.
 
@@ -120,22 +121,54 @@ def serve(
         guesses.replace_in(scheduler)
     for request in requests:
         scheduler.add_request(request, now=0.0)
-    return drain(runner, scheduler)
+    return drain(runner, scheduler, overlap)
 
 
-def drain(runner: ModelRunner, scheduler: Scheduler) -> dict[tuple[str, int], Answer]:
-    """Step until nothing is left."""
-    answers: dict[tuple[str, int], Answer] = {}
-    steps = 0
-    while scheduler.has_unfinished():
-        output = scheduler.schedule(now=float(steps))
+@dataclass(slots=True)
+class Steps:
+    """Schedules and runs steps as an engine does, and compares the books after each."""
+
+    runner: ModelRunner
+    scheduler: Scheduler
+    overlap: bool = False
+    number: int = 0
+    in_flight: list[LaunchedStep] = field(default_factory=list[LaunchedStep])
+
+    def step(self) -> None:
+        """Schedule one, launch it, and finish the one before it."""
+        output = self.scheduler.schedule(now=float(self.number))
         if output is None:
-            scheduler.copies_done(runner.poll_copies())
+            self.finish()
+            self.scheduler.copies_done(self.runner.poll_copies())
+        elif self.overlap:
+            self.number += 1
+            self.in_flight.append(self.runner.launch(output))
+            self.finish(num_left=1)
         else:
-            steps += 1
-            scheduler.update(output, runner.execute(output), now=float(steps))
-        scheduler.check_integrity()
+            self.number += 1
+            self.scheduler.update(output, self.runner.execute(output), now=float(self.number))
+        self.scheduler.check_integrity()
+
+    def finish(self, num_left: int = 0) -> None:
+        """Wait for the steps in flight but for so many."""
+        while len(self.in_flight) > num_left:
+            step = self.in_flight.pop(0)
+            result = self.runner.finish(step)
+            self.scheduler.update(step.output, result, now=float(self.number))
+            self.scheduler.check_integrity()
+
+
+def drain(
+    runner: ModelRunner, scheduler: Scheduler, overlap: bool = False
+) -> dict[tuple[str, int], Answer]:
+    """Step until nothing is left. overlap: a step is launched before the one before it is
+    finished, as on a GPU."""
+    answers: dict[tuple[str, int], Answer] = {}
+    steps = Steps(runner, scheduler, overlap)
+    while scheduler.has_unfinished():
+        steps.step()
         collect(scheduler, answers)
+    steps.finish()
     while has_open_copies(scheduler):  # the runner serves other schedulers after this one
         scheduler.copies_done(runner.poll_copies())
     return answers

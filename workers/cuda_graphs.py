@@ -110,6 +110,8 @@ class GraphInputs:
             tables[:num_rows] = layout.attention.block_tables
         upload_into(packed, self._packed)
         upload_into(tables, self._tables[:, :num_blocks])
+        if layout is not None and layout.feed is not None:
+            layout.feed.write(self.token_ids)
         query_starts = np.arange(self.size + 1, dtype=np.int32)
         return HostLayout(query_starts, context_lens, tables)
 

@@ -15,16 +15,18 @@ import numpy as np
 
 from ..scheduler.output import Int32Array, SchedulerOutput
 from .grammar import BoolArray
-from .input_batch import Int64Array
+from .promised_tokens import Int64Array
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSamples:
     """offsets: int64 [num_samples], positions between a row's next token and the sample.
-    guesses: int32 [num_samples], what was guessed for the sample; -1 = nothing."""
+    guesses: int32 [num_samples], what was guessed for the sample; -1 = nothing.
+    num_plain: samples before those of rows with guesses."""
 
     offsets: Int64Array
     guesses: Int32Array
+    num_plain: int
 
     @classmethod
     def of(cls, output: SchedulerOutput) -> "DraftSamples | None":
@@ -45,7 +47,7 @@ class DraftSamples:
         guesses = np.full(len(output.sample_rows), -1, dtype=np.int32)
         offsets[num_plain:] = places
         guesses[num_plain:] = columns[is_sample]
-        return cls(offsets, guesses)
+        return cls(offsets, guesses, num_plain)
 
     def counting(self, token_ids: Int32Array) -> BoolArray:
         """bool [num_samples]: samples that follow right guesses only. token_ids: what was

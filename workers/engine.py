@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -47,7 +47,7 @@ class _Command:
 @dataclass(frozen=True, slots=True)
 class _StepInFlight:
     output: SchedulerOutput
-    result: Callable[[], ModelRunnerOutput]  # runs the step, or waits for the thread that does
+    result: Callable[[], ModelRunnerOutput]  # runs the step, or waits for what does
 
 
 class Engine:
@@ -73,7 +73,7 @@ class Engine:
         self._executor = executor
         self._clock = clock
         self._idle_tick_s = idle_tick_s
-        self._step_thread = ThreadPoolExecutor(1, "pagefleet-step") if overlap else None
+        self._overlaps = overlap
         self._in_flight: deque[_StepInFlight] = deque()
         self._copies: dict[int, float] = {}  # job id → when it was handed out, oldest first
         self._steps_done = 0
@@ -241,7 +241,7 @@ class Engine:
         output = self._scheduler.schedule(self._clock())
         if output is not None:
             self._launch(output)
-        overlaps = output is not None and self._step_thread is not None
+        overlaps = output is not None and self._overlaps
         num_ended = self._finish_steps(1 if overlaps else 0)
         if output is None:
             self._poll_executor()
@@ -258,10 +258,10 @@ class Engine:
         now = self._clock()
         for job in output.copy_jobs:
             self._copies[job.job_id] = now
-        if self._step_thread is None:
-            result = partial(self._executor.execute, output)
+        if self._overlaps:
+            result = self._executor.launch(output)
         else:
-            result = self._step_thread.submit(self._executor.execute, output).result
+            result = partial(self._executor.execute, output)
         self._in_flight.append(_StepInFlight(output, result))
 
     def _finish_steps(self, num_left: int) -> int:
@@ -405,8 +405,6 @@ class Engine:
             self._on_change()
 
     def _release(self) -> None:
-        if self._step_thread is not None:
-            self._step_thread.shutdown()
         self._executor.shutdown()
 
 

@@ -5,8 +5,11 @@ The engine knows only the protocol. Knows nothing of requests, queues or sockets
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +28,10 @@ class Executor(Protocol):
         """Run one step and return when its tokens are on the host."""
         ...
 
+    def launch(self, output: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """Begin a step, while the one before it may still run; the answer waits for its result."""
+        ...
+
     def poll_copies(self) -> tuple[CopyDone, ...]:
         """Copies between the tiers that ended and that no step's result has named."""
         ...
@@ -35,14 +42,22 @@ class Executor(Protocol):
 
 
 class LocalExecutor:
-    """One rank in this process."""
+    """One rank in this process. A GPU is told of a step ahead; on the CPU a thread computes it."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
+        self._thread: ThreadPoolExecutor | None = None
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step on this process's device."""
         return self._runner.execute(output)
+
+    def launch(self, output: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """Begin a step and return."""
+        if self._runner.device.type != "cpu":
+            return partial(self._runner.finish, self._runner.launch(output))
+        self._thread = self._thread or ThreadPoolExecutor(1, "pagefleet-step")
+        return self._thread.submit(self._runner.execute, output).result
 
     def poll_copies(self) -> tuple[CopyDone, ...]:
         """Copies that ended while no step ran."""
@@ -50,12 +65,16 @@ class LocalExecutor:
 
     def shutdown(self) -> None:
         """Stop the runner; its memory goes with it."""
+        if self._thread is not None:
+            self._thread.shutdown()
         self._runner.close()
 
 
 class TensorParallelExecutor:
     """The leader's rank here and all others elsewhere, each in a `RankLoop`.
 
+    The tokens of a step go to the other ranks with the next one, so that a step cannot be launched
+    before they are known: overlapped, the next one is scheduled meanwhile, and no more.
     A step is broadcast and then run; a copy between the tiers has ended when it has on every
     rank. When a rank is lost, `execute` or `poll_copies` raises GroupError, on the other ranks
     too, and the replica has to be rebuilt.
@@ -68,6 +87,7 @@ class TensorParallelExecutor:
         self._copies = CopyStates()
         self._running_copies: list[int] = []
         self._sampled: Int32Array = np.empty(0, dtype=np.int32)
+        self._thread: ThreadPoolExecutor | None = None
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step on all ranks."""
@@ -80,6 +100,11 @@ class TensorParallelExecutor:
             result = replace(result, copies_done=self._ended_copies(result.copies_done))
             on_failure.pop_all()
         return result
+
+    def launch(self, output: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """Run a step on all ranks, in a thread of its own."""
+        self._thread = self._thread or ThreadPoolExecutor(1, "pagefleet-step")
+        return self._thread.submit(self.execute, output).result
 
     def poll_copies(self) -> tuple[CopyDone, ...]:
         """Copies that have ended on all ranks while no step ran."""
@@ -95,6 +120,8 @@ class TensorParallelExecutor:
 
     def shutdown(self) -> None:
         """Send the other ranks home, and stop this one."""
+        if self._thread is not None:
+            self._thread.shutdown()
         with suppress(GroupError):  # who cannot be told has ended already
             self._order(StepKind.STOP)
         self._runner.close()

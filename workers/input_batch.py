@@ -15,10 +15,11 @@ from torch import Tensor
 from ..kernels.metadata import AttentionMetadata, HostLayout
 from ..protos.messages import SamplingParams
 from ..scheduler.output import Int32Array, NewRow, SchedulerOutput, num_beam_candidates
+from .drafts import DraftSamples
 from .grammar import GrammarState
+from .promised_tokens import Int64Array, Promise, PromisedTokens, TokenFeed
 from .upload import upload
 
-Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
 
 
@@ -33,7 +34,7 @@ class StepInput:
 @dataclass(frozen=True, slots=True)
 class StepLayout:
     """A step's input in host memory. token_ids, positions, slots: int64 [T]; attention, num_decodes
-    and max_query_len: as in `AttentionMetadata`."""
+    and max_query_len: as in `AttentionMetadata`. feed: for token ids that only the device knows."""
 
     token_ids: Int64Array
     positions: Int64Array
@@ -41,6 +42,7 @@ class StepLayout:
     attention: HostLayout
     num_decodes: int
     max_query_len: int
+    feed: TokenFeed | None = None
 
     @property
     def is_decode(self) -> bool:
@@ -69,6 +71,7 @@ class SamplingRows:
         self.min_tokens = np.zeros(num_rows, dtype=np.int64)
         self.is_random = np.zeros(num_rows, dtype=np.bool_)
         self.is_penalised = np.zeros(num_rows, dtype=np.bool_)
+        self.has_grammar = np.zeros(num_rows, dtype=np.bool_)
         self.is_special = np.zeros(num_rows, dtype=np.bool_)  # anything but plain greedy or draw
         self.logit_bias: dict[int, tuple[Int64Array, Float32Array]] = {}
         self.forbidden_ids: dict[int, Int64Array] = {}
@@ -114,6 +117,7 @@ class SamplingRows:
             self.num_prompt_logprobs[row] = params.prompt_logprobs
         if params.grammar:
             self.grammars[row] = GrammarState(params.grammar)
+        self.has_grammar[row] = row in self.grammars
         if params.beam_width > 1:
             self.num_candidates[row] = num_beam_candidates(params, len(eos_token_ids))
         self.is_special[row] = (
@@ -161,6 +165,8 @@ class InputBatch:
         self.num_tokens = np.zeros(num_rows, dtype=np.int64)
         self.num_prompt_tokens = np.zeros(num_rows, dtype=np.int64)
         self.num_blocks = np.zeros(num_rows, dtype=np.int64)
+        self._promised = PromisedTokens(num_rows)
+        self._entered = np.zeros(num_rows, dtype=np.int64)  # occupants that each row has had
         self._device = device
         self._eos_token_ids = eos_token_ids
         self._decode_starts = np.arange(num_rows + 1, dtype=np.int32)
@@ -195,6 +201,41 @@ class InputBatch:
         rows = rows[counts]
         self.tokens[rows, self.num_tokens[rows] + offsets[counts]] = token_ids[counts]
         np.add.at(self.num_tokens, rows, 1)
+
+    def promise(
+        self, output: SchedulerOutput, token_ids: Tensor, drafts: DraftSamples | None
+    ) -> Promise:
+        """A step has been launched whose samples are on the device alone, token_ids: int64 [n].
+        Rows count their new token from now on; those that have guessed, once it is known."""
+        rows = output.sample_rows
+        num_plain = len(rows) if drafts is None else drafts.num_plain
+        plain = rows[:num_plain]
+        offsets = None if drafts is None else drafts.offsets
+        promise = Promise(rows, self._entered[rows], self.num_tokens[plain], offsets)
+        self.num_tokens[plain] += 1
+        self._promised.add(promise, token_ids)
+        return promise
+
+    def keep(self, promise: Promise, token_ids: Int32Array) -> None:
+        """What was promised has come: int32 [n]. A row may have another occupant since."""
+        self._promised.keep(promise)
+        num_plain = promise.num_plain
+        stays = self._entered[promise.rows] == promise.entered
+        plain = stays[:num_plain]
+        rows, positions = promise.rows[:num_plain][plain], promise.positions[plain]
+        self.tokens[rows, positions] = token_ids[:num_plain][plain]
+        if promise.offsets is not None:
+            guessed = slice(num_plain, None)
+            counting = np.where(stays[guessed], token_ids[guessed], np.int32(-1))
+            self.append_tokens(promise.rows[guessed], counting, promise.offsets[guessed])
+
+    def needs_unknown_tokens(self, rows: Int32Array) -> bool:
+        """Whether a choice among logits depends on tokens that only the device knows."""
+        params = self.sampling
+        if not params.is_special[rows].any():
+            return False
+        reads = params.is_penalised[rows] | params.has_grammar[rows]
+        return self._promised.is_unknown(rows[reads])
 
     def prepare(self, output: SchedulerOutput) -> StepInput:
         """The step on the device; see `lay_out`."""
@@ -234,7 +275,10 @@ class InputBatch:
             max_context_len=int(attention.context_lens.max()),
             host=attention,
         )
-        return StepInput(upload(layout.token_ids, self._device), metadata)
+        token_ids = upload(layout.token_ids, self._device)
+        if layout.feed is not None:
+            layout.feed.write(token_ids)
+        return StepInput(token_ids, metadata)
 
     def _lay_out_decodes(self, output: SchedulerOutput) -> StepLayout:
         """As `lay_out`, one token per row: nothing to repeat or to sum."""
@@ -272,6 +316,7 @@ class InputBatch:
             attention=HostLayout(query_starts, context_lens, block_tables),
             num_decodes=num_decodes,
             max_query_len=max_query_len,
+            feed=self._promised.feed(rows, positions, self.num_tokens),
         )
 
     def _set_row(self, new: NewRow) -> None:
@@ -281,6 +326,8 @@ class InputBatch:
         self.num_tokens[row] = num_tokens
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.num_blocks[row] = num_blocks
+        self._entered[row] += 1
+        self._promised.forget(row)
         self.sampling.set(new, self._eos_token_ids)
 
     def _place_drafts(self, rows: Int32Array, drafts: Int32Array) -> None:

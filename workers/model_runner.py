@@ -10,7 +10,7 @@ others are told in the next step, by `append_sampled`.
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -42,10 +42,12 @@ from .models.config import DecoderConfig, ModelError, UnsupportedModel
 from .models.decoder import Decoder, VocabularyShard
 from .models.tensor_names import stored_place
 from .models.weights import load_weights
+from .promised_tokens import Promise
 from .rendezvous import RankGroups, RankSpec, Transport, connect, single_rank
-from .sampler import Sampler, Samples, token_logprobs
+from .sampler import Sampler, Samples, SamplesInFlight, token_logprobs
 from .shard_plan import ShardError, ShardPlan
 from .sharded_source import ShardedSource, local_config, plan_shards
+from .upload import upload
 from .wanted_rows import PromptReport, WantedRows, prompt_reports
 
 
@@ -74,6 +76,23 @@ class MeasuredSpeed:
 
     prefill_tokens_per_s: float
     decode_step_s: float
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step from its launch to its result.
+
+    reports, reported_hidden: prompt positions whose log-probabilities were asked for, and the
+    hidden states that give them. settled: once its tokens are known.
+    """
+
+    output: SchedulerOutput
+    started: float
+    samples: SamplesInFlight | None = None
+    promise: Promise | None = None
+    reports: list[PromptReport] = field(default_factory=list[PromptReport])
+    reported_hidden: Tensor | None = None
+    settled: Samples | None = None
 
 
 class ModelRunner:
@@ -108,6 +127,8 @@ class ModelRunner:
             GrammarTokenizer(vocabulary, model_info.vocab_size, model_info.eos_token_ids),
         )
         self._device = device
+        self._in_flight: LaunchedStep | None = None  # the last one launched
+        self._last_ended = 0.0
 
     @classmethod
     def load(
@@ -183,17 +204,45 @@ class ModelRunner:
         """Blocks of the host pool."""
         return self.storage.num_host_blocks
 
-    @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """One step, in the order that `SchedulerOutput` promises."""
+        return self.finish(self.launch(output))
+
+    @torch.inference_mode()
+    def launch(self, output: SchedulerOutput) -> "LaunchedStep":
+        """Begin a step; one more may be in flight. On a GPU this returns while it runs, and what
+        the step before has chosen is taken from the device."""
         started = time.perf_counter()
         self.batch.apply(output)
         self.storage.take_fresh(output)
         self.storage.copy_on_write(output.device_copies)
         self.storage.submit(output.copy_jobs)
-        if len(output.rows) == 0:
-            return ModelRunnerOutput(output.step, copies_done=self.storage.poll())
-        return self._compute(output, started)
+        step = LaunchedStep(output, started)
+        if len(output.rows) > 0:
+            self._compute(step)
+        self._in_flight = step
+        return step
+
+    @torch.inference_mode()
+    def finish(self, step: "LaunchedStep") -> ModelRunnerOutput:
+        """Wait for a step, the oldest first. Nothing that was launched after it is waited for."""
+        output, samples = step.output, self._settle(step)
+        if step is self._in_flight:
+            self._in_flight = None
+        prompt_logprobs = self._prompt_logprobs(step.reports, step.reported_hidden)
+        self.storage.check_guard()
+        ended = time.perf_counter()
+        began, self._last_ended = max(step.started, self._last_ended), ended
+        return ModelRunnerOutput(
+            step=output.step,
+            token_ids=samples.token_ids,
+            logprobs=samples.logprobs,
+            prompt_logprobs=prompt_logprobs,
+            beam_candidates=samples.candidates,
+            copies_done=self.storage.poll(),
+            failed_rows=tuple(int(output.sample_rows[entry]) for entry in samples.failed),
+            elapsed_s=ended - began if len(output.rows) > 0 else 0.0,
+        )
 
     def poll_copies(self) -> tuple[CopyDone, ...]:
         """Copies between the tiers that ended since the last step or poll."""
@@ -243,58 +292,56 @@ class ModelRunner:
         execute(SchedulerOutput(step=0, removed_rows=np.zeros(1, dtype=np.int32)))
         return MeasuredSpeed(num_tokens / prefill_s, min(decode_s, default=prefill_s))
 
-    def _compute(self, output: SchedulerOutput, started: float) -> ModelRunnerOutput:
-        step = self.batch.prepare(output)
-        reports = prompt_reports(output, self.batch)
+    def _compute(self, step: "LaunchedStep") -> None:
+        output = step.output
+        inputs = self.batch.prepare(output)
+        step.reports = prompt_reports(output, self.batch)
         drafts = DraftSamples.of(output)
-        wanted = WantedRows.of(output, reports, drafts)
+        wanted = WantedRows.of(output, step.reports, drafts)
         rows = None
-        if not wanted.is_everything(len(step.token_ids)):
-            rows = torch.from_numpy(wanted.rows).to(self._device)
-        hidden = self.decoder.forward(step.token_ids, self.storage.layers, step.metadata, rows)
-        samples = self._sample(output, hidden, wanted, drafts)
-        prompt_logprobs = self._prompt_logprobs(reports, hidden[wanted.num_sampled :])
-        self.storage.check_guard()
-        return ModelRunnerOutput(
-            step=output.step,
-            token_ids=samples.token_ids,
-            logprobs=samples.logprobs,
-            prompt_logprobs=prompt_logprobs,
-            beam_candidates=samples.candidates,
-            copies_done=self.storage.poll(),
-            failed_rows=tuple(int(output.sample_rows[entry]) for entry in samples.failed),
-            elapsed_s=time.perf_counter() - started,
-        )
+        if not wanted.is_everything(len(inputs.token_ids)):
+            rows = upload(wanted.rows, self._device)
+        layers, metadata = self.storage.layers, inputs.metadata
+        hidden = self.decoder.forward(inputs.token_ids, layers, metadata, rows)
+        if step.reports:
+            step.reported_hidden = hidden[wanted.num_sampled :]
+        if len(output.sample_rows) > 0:
+            self._sample(step, hidden, wanted, drafts)
 
     def _sample(
-        self,
-        output: SchedulerOutput,
-        hidden: Tensor,
-        wanted: WantedRows,
-        drafts: DraftSamples | None,
-    ) -> Samples:
-        """Choose a token for each of `sample_rows` and append it there."""
-        rows = output.sample_rows
-        if len(rows) == 0:
-            return Samples(np.empty(0, dtype=np.int32))
+        self, step: "LaunchedStep", hidden: Tensor, wanted: WantedRows, drafts: DraftSamples | None
+    ) -> None:
+        """Choose a token for each of `sample_rows`, and promise it there."""
+        rows = step.output.sample_rows
         logits = self.decoder.logits(hidden[: wanted.num_sampled])
         if logits is None:
-            return Samples(np.empty(0, dtype=np.int32))
+            return
         if wanted.expand is not None:
-            logits = logits[torch.from_numpy(wanted.expand).to(self._device)]
-        samples = self._sampler.sample(logits, rows, drafts)
-        offsets = None if drafts is None else drafts.offsets
-        self.batch.append_tokens(rows, samples.token_ids, offsets)
-        return samples
+            logits = logits[upload(wanted.expand, self._device)]
+        if self._in_flight is not None and self.batch.needs_unknown_tokens(rows):
+            self._settle(self._in_flight)
+        step.samples = self._sampler.launch(logits, rows, drafts)
+        step.promise = self.batch.promise(step.output, step.samples.token_ids, drafts)
+
+    def _settle(self, step: "LaunchedStep") -> Samples:
+        """Wait for a step's tokens and let the rows have them, once."""
+        if step.settled is None:
+            step.settled = Samples(np.empty(0, dtype=np.int32))
+            if step.samples is not None and step.promise is not None:
+                step.settled = step.samples.result()
+                self.batch.keep(step.promise, step.settled.token_ids)
+        return step.settled
 
     def _prompt_logprobs(
-        self, reports: list[PromptReport], hidden: Tensor
+        self, reports: list[PromptReport], hidden: Tensor | None
     ) -> dict[int, tuple[TokenLogprobs | None, ...]]:
         """Entries for prompt positions first+1 .. first+length of each report, in chunks, so that
         tokens x vocabulary never stands in memory; position 0 has no context: None."""
         chunk = max(1, PROMPT_LOGITS_BYTES // (4 * self.model_info.vocab_size))
         found: dict[int, tuple[TokenLogprobs | None, ...]] = {}
         begin = 0
+        if hidden is None:
+            return found
         for report in reports:
             entries: list[TokenLogprobs | None] = [None] if report.first == 0 else []
             first = report.first + 1

@@ -19,6 +19,7 @@ from ..scheduler.output import BeamCandidates, Int32Array
 from .drafts import DraftSamples
 from .grammar import GrammarError, GrammarTokenizer
 from .input_batch import InputBatch, Int64Array
+from .upload import Download, to_host, upload
 
 logger = logging.getLogger(__name__)
 
@@ -39,22 +40,33 @@ class Sampler:
 
     Log-probabilities are the model's own: of the logits before penalties, bias, temperature and
     filters. A beam's candidates have their log-probabilities changed by penalties and bias.
-    grammar_tokenizer: needed by rows with a grammar.
+    grammar_tokenizer: needed by rows with a grammar. filtered: the kernel backend's
+    `filtered_weights`.
     """
 
     def __init__(
-        self, batch: InputBatch, grammar_tokenizer: GrammarTokenizer | None = None
+        self,
+        batch: InputBatch,
+        grammar_tokenizer: GrammarTokenizer | None = None,
+        filtered: kernels.Filter = kernels.filtered_weights,
     ) -> None:
         self._batch = batch
         self._grammar_tokenizer = grammar_tokenizer
+        self._filtered = filtered
 
     def sample(
         self, logits: Tensor, rows: Int32Array, drafts: DraftSamples | None = None
     ) -> Samples:
-        """logits: float32 [n, vocab], may be overwritten; rows: int32 [n], whose parameters,
-        tokens and seed choose; drafts: which of them lie behind a row's guesses.
+        """`launch`, and its result."""
+        return self.launch(logits, rows, drafts).result()
 
-        Samples behind a wrong guess are -1, and nothing else is told of them.
+    def launch(
+        self, logits: Tensor, rows: Int32Array, drafts: DraftSamples | None = None
+    ) -> "SamplesInFlight":
+        """Ask for everything on the device; waits for nothing where no row has a grammar.
+
+        logits: float32 [n, vocab], may be overwritten; rows: int32 [n], whose parameters, tokens
+        and seed choose; drafts: which of them lie behind a row's guesses.
         """
         params = self._batch.sampling
         lengths = self._batch.num_tokens[rows]
@@ -65,21 +77,27 @@ class Sampler:
         if is_special:
             self._normalise_beams(logits, rows)
             self._adjust(logits, rows, lengths)
+        token_ids, finite = self._choose(logits, rows, lengths)
+        logprobs = self._logprobs(raw, rows, token_ids) if is_special else None
+        candidates = self._candidates(logits, rows) if is_special else {}
+        return SamplesInFlight(token_ids, finite, drafts, logprobs, candidates)
+
+    def _choose(
+        self, logits: Tensor, rows: Int32Array, lengths: Int64Array
+    ) -> tuple[Tensor, Tensor]:
+        """A token for each row, 0 where its logits were not finite; and whether they were."""
         best, finite = kernels.greedy(logits)
-        token_ids, is_finite = best.cpu().numpy(), finite.cpu().numpy()
-        failed = () if is_finite.all() else tuple(np.flatnonzero(~is_finite).tolist())
-        drawn = np.flatnonzero(params.is_random[rows] & is_finite)
-        if len(drawn) > 0:
-            token_ids[drawn] = self._draw(logits, rows, lengths, drawn)
-        if failed:
-            token_ids[~is_finite] = 0
-        if drafts is not None:
-            counts = drafts.counting(token_ids.astype(np.int32))
-            token_ids[~counts] = -1
-            failed = tuple(entry for entry in failed if counts[entry])
-        logprobs = self._logprobs(raw, rows, token_ids, failed) if is_special else {}
-        candidates = self._candidates(logits, rows, failed) if is_special else {}
-        return Samples(token_ids.astype(np.int32), logprobs, failed, candidates)
+        is_random = self._batch.sampling.is_random[rows]
+        if not best.is_cuda:  # a GPU is not waited for to know; what it draws there is masked
+            is_random &= finite.numpy()
+        drawn = np.flatnonzero(is_random)
+        if len(drawn) == len(rows):
+            best = self._draw(logits, rows, lengths, drawn)
+        elif len(drawn) > 0:
+            best[upload(drawn, logits.device)] = self._draw(logits, rows, lengths, drawn)
+        if best.is_cuda or not finite.numpy().all():
+            best = best.masked_fill(~finite, 0)
+        return best, finite
 
     def _wants_logprobs(self, rows: Int32Array) -> bool:
         wanted = self._batch.sampling.num_logprobs
@@ -157,55 +175,118 @@ class Sampler:
 
     def _draw(
         self, logits: Tensor, rows: Int32Array, lengths: Int64Array, entries: Int64Array
-    ) -> Int64Array:
-        """One id for each of the entries."""
+    ) -> Tensor:
+        """One id for each of the entries: int64, on the device."""
         params, device = self._batch.sampling, logits.device
         chosen = rows[entries]
         uniforms = kernels.uniforms(
             params.seed[chosen], params.sample_index[chosen], lengths[entries]
         )
-        drawn = kernels.sample(
-            logits if len(entries) == len(logits) else logits[torch.from_numpy(entries).to(device)],
+        top_k, top_p, min_p = (p[chosen] for p in (params.top_k, params.top_p, params.min_p))
+        return kernels.sample(
+            logits if len(entries) == len(logits) else logits[upload(entries, device)],
             kernels.DrawParams(
-                temperature=torch.from_numpy(params.temperature[chosen]).to(device),
-                top_k=torch.from_numpy(params.top_k[chosen]).to(device),
-                top_p=torch.from_numpy(params.top_p[chosen]).to(device),
-                min_p=torch.from_numpy(params.min_p[chosen]).to(device),
-                uniforms=torch.from_numpy(uniforms).to(device),
+                temperature=upload(params.temperature[chosen], device),
+                top_k=upload(top_k, device),
+                top_p=upload(top_p, device),
+                min_p=upload(min_p, device),
+                uniforms=upload(uniforms, device),
+                limits=kernels.Limits(
+                    bool((top_k > 0).any()), bool((top_p < 1.0).any()), bool((min_p > 0).any())
+                ),
             ),
+            self._filtered,
         )
-        return drawn.cpu().numpy()
 
     def _logprobs(
-        self, logits: Tensor, rows: Int32Array, token_ids: Int64Array, failed: tuple[int, ...]
-    ) -> dict[int, TokenLogprobs]:
+        self, logits: Tensor, rows: Int32Array, token_ids: Tensor
+    ) -> "LogprobsInFlight | None":
         wanted = self._batch.sampling.num_logprobs
-        entries = [
-            entry
-            for entry, row in enumerate(rows.tolist())
-            if row in wanted and entry not in failed and token_ids[entry] >= 0
-        ]
+        entries = [entry for entry, row in enumerate(rows.tolist()) if row in wanted]
         if not entries:
-            return {}
+            return None
         counts = [wanted[int(rows[entry])] for entry in entries]
-        index = torch.tensor(entries, device=logits.device)
-        chosen = torch.from_numpy(token_ids[entries]).to(logits.device)
-        found = token_logprobs(logits[index], chosen, counts)
-        return dict(zip(entries, found, strict=True))
+        index = upload(np.array(entries, dtype=np.int64), logits.device)
+        chosen = token_ids[index]
+        found = kernels.logprobs(logits[index], chosen, max(counts))
+        columns = (found.chosen, found.ranks, found.top_ids, found.top)
+        on_host = kernels.Logprobs(*map(to_host, columns))
+        return LogprobsInFlight(entries, counts, to_host(chosen), on_host)
 
-    def _candidates(
-        self, logits: Tensor, rows: Int32Array, failed: tuple[int, ...]
-    ) -> dict[int, BeamCandidates]:
+    def _candidates(self, logits: Tensor, rows: Int32Array) -> dict[int, tuple[Tensor, Tensor]]:
         wanted = self._batch.sampling.num_candidates
         if not wanted:
             return {}
-        found: dict[int, BeamCandidates] = {}
-        for entry, row in enumerate(rows.tolist()):
-            if row in wanted and entry not in failed:
-                best = kernels.best_tokens(logits[entry], wanted[row])
-                token_ids, logprobs = (column.cpu().numpy() for column in best)
-                found[entry] = BeamCandidates(token_ids.astype(np.int32), logprobs)
-        return found
+        return {
+            entry: kernels.best_tokens(logits[entry], wanted[row])
+            for entry, row in enumerate(rows.tolist())
+            if row in wanted
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobsInFlight:
+    """Of some entries, on their way to the host before the step's tokens. chosen: int64 [n],
+    found: by their places in `entries`."""
+
+    entries: list[int]
+    counts: list[int]
+    chosen: Tensor
+    found: kernels.Logprobs
+
+    def result(self) -> list[tuple[int, TokenLogprobs]]:
+        """By entry, once the step's tokens have come."""
+        rows = _token_logprobs(self.found, self.chosen, self.counts)
+        return list(zip(self.entries, rows, strict=True))
+
+
+class SamplesInFlight:
+    """What was asked of the device. token_ids: int64 [n], there, before guesses are judged."""
+
+    def __init__(
+        self,
+        token_ids: Tensor,
+        finite: Tensor,
+        drafts: DraftSamples | None,
+        logprobs: LogprobsInFlight | None,
+        candidates: dict[int, tuple[Tensor, Tensor]],
+    ) -> None:
+        self.token_ids = token_ids
+        self._finite = finite
+        self._drafts = drafts
+        self._logprobs = logprobs
+        self._candidates = candidates
+        self._answer: Download | None = None
+        if token_ids.is_cuda:
+            self._answer = Download(torch.stack([token_ids, finite.to(torch.int64)]))
+
+    def result(self) -> Samples:
+        """On the host: the step's one read-back, and another for beams.
+
+        Samples behind a wrong guess are -1, and nothing else is told of them.
+        """
+        if self._answer is None:
+            token_ids, is_told = self.token_ids.numpy().astype(np.int32), self._finite.numpy()
+        else:
+            answer = self._answer.result()
+            token_ids, is_told = answer[0].astype(np.int32), answer[1] != 0
+        failed = () if is_told.all() else tuple(np.flatnonzero(~is_told).tolist())
+        if self._drafts is not None:
+            counts = self._drafts.counting(token_ids)
+            token_ids[~counts] = -1
+            failed = tuple(entry for entry in failed if counts[entry])
+            is_told = is_told & counts
+        logprobs = [] if self._logprobs is None else self._logprobs.result()
+        return Samples(
+            token_ids,
+            {entry: found for entry, found in logprobs if is_told[entry]},
+            failed,
+            {
+                entry: BeamCandidates(ids.cpu().numpy().astype(np.int32), values.cpu().numpy())
+                for entry, (ids, values) in self._candidates.items()
+                if is_told[entry]
+            },
+        )
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, counts: list[int]) -> list[TokenLogprobs]:
@@ -213,7 +294,12 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, counts: list[int]) -> list
 
     logits: float32 [n, vocab]; token_ids: int64 [n].
     """
-    found = kernels.logprobs(logits, token_ids, max(counts))
+    return _token_logprobs(kernels.logprobs(logits, token_ids, max(counts)), token_ids, counts)
+
+
+def _token_logprobs(
+    found: kernels.Logprobs, token_ids: Tensor, counts: list[int]
+) -> list[TokenLogprobs]:
     columns = zip(
         token_ids.tolist(),
         found.chosen.tolist(),

@@ -1,4 +1,4 @@
-"""Arrays of a step on their way to the device, without waiting for it."""
+"""Arrays of a step on their way to the device, and back, without waiting for it."""
 # pyright: reportUnknownMemberType=false
 
 import numpy as np
@@ -23,3 +23,26 @@ def upload_into(array: NDArray[np.generic], target: Tensor) -> None:
     if target.is_cuda:
         tensor = tensor.pin_memory()
     target.copy_(tensor, non_blocking=True)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy that is whole once the step's `Download`, asked for later, has come; on the CPU the
+    tensor itself."""
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+class Download:
+    """A tensor of a GPU on its way to the host, while others go on."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = to_host(tensor)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def result(self) -> NDArray[np.int64]:
+        """Once it is there; waits for this copy alone, not for what was launched after it."""
+        self._event.synchronize()
+        return self._host.numpy()

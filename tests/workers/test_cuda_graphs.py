@@ -17,6 +17,7 @@ from pagefleet.workers import model_runner
 from pagefleet.workers.cuda_graphs import DecodeGraphs, GraphSettings, graph_sizes
 from pagefleet.workers.input_batch import StepLayout
 from pagefleet.workers.model_runner import ModelRunner
+from pagefleet.workers.promised_tokens import TokenFeed
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, MAX_BLOCKS, NULL_BLOCK = 4, 8, 20
@@ -105,6 +106,17 @@ def test_a_step_is_padded_to_the_next_size_with_rows_in_the_null_block() -> None
     assert metadata.block_tables[3, 0] == host.block_tables[3, 0] == NULL_BLOCK
     assert metadata.query_starts.tolist() == host.query_starts.tolist() == [0, 1, 2, 3, 4]
     assert metadata.max_context_len == MAX_BLOCKS * BLOCK_SIZE
+
+
+def test_tokens_that_only_the_device_knows_are_fed_to_a_recording() -> None:
+    def forward(token_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
+        return token_ids.to(torch.float32).unsqueeze(1)
+
+    graphs = make_graphs(forward, (2, 4))[0]
+    layout = decodes([7, 1, 5])
+    feed = TokenFeed(np.array([2, 0]), np.array([1, 0]), torch.tensor([70, 80]))
+    hidden = graphs.run(replace(layout, feed=feed))
+    assert hidden.flatten().tolist() == [70, int(layout.token_ids[1]), 80]
 
 
 def test_a_smaller_step_leaves_nothing_of_the_larger_one_before() -> None:

@@ -16,6 +16,7 @@ from model_driver import (
     IDENTITY,
     Answer,
     Guesses,
+    Steps,
     collect,
     load_runner,
     make_request,
@@ -91,6 +92,7 @@ def run(
     choose: random.Random,
     cancel_rate: float = 0.02,
     guesses: Guesses | None = None,
+    overlap: bool = False,
 ) -> tuple[dict[tuple[str, int], Answer], set[str]]:
     """Requests arrive between steps and some are cancelled; returns answers and who was."""
     scheduler = Scheduler(config, IDENTITY, runner.model_info.eos_token_ids)
@@ -99,23 +101,18 @@ def run(
     answers: dict[tuple[str, int], Answer] = {}
     cancelled: set[str] = set()
     waiting = list(requests)
-    steps, deadline = 0, time.monotonic() + 200.0
+    steps, deadline = Steps(runner, scheduler, overlap), time.monotonic() + 200.0
     while waiting or scheduler.has_unfinished():
         assert time.monotonic() < deadline, "the scheduler does not come to an end"
         while waiting and choose.random() < 0.4:
-            scheduler.add_request(waiting.pop(0), float(steps))
+            scheduler.add_request(waiting.pop(0), float(steps.number))
         if choose.random() < cancel_rate:
             key = choose.choice(requests).request_key
             if scheduler.abort_request(key):
                 cancelled.add(key)
-        output = scheduler.schedule(float(steps))
-        if output is None:
-            scheduler.copies_done(runner.poll_copies())
-        else:
-            steps += 1
-            scheduler.update(output, runner.execute(output), float(steps))
-        scheduler.check_integrity()
+        steps.step()
         collect(scheduler, answers)
+    steps.finish()
     while True:
         device, host = scheduler.stats().device, scheduler.stats().host
         if device.referenced + device.fenced + host.referenced == 0:
@@ -144,7 +141,8 @@ def test_whatever_happens_each_sample_says_what_it_says_alone(
     for _ in range(6):
         config = random_config(choose, runner)
         guesses = Guesses(alone, 0.8, choose.getrandbits(30))
-        answers, cancelled = run(runner, config, requests, choose, guesses=guesses)
+        overlap = choose.random() < 0.5
+        answers, cancelled = run(runner, config, requests, choose, guesses=guesses, overlap=overlap)
         for key, expected in alone.items():
             if key[0] in cancelled:
                 continue

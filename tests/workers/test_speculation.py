@@ -1,19 +1,16 @@
 """Guessing ahead with a real model in deterministic mode: every answer is what it is without."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from factories import convert_stories260k, find_stories260k, make_llama
-from model_driver import GREEDY, Answer, Guesses, load_runner, make_request, random_prompt, serve
+from model_driver import Guesses, load_runner, serve
+from request_kinds import requests_of_every_kind, without_usage
 
 from pagefleet.cluster.llm import LLM
-from pagefleet.protos.messages import EngineRequest, FinishReason, SamplingParams
+from pagefleet.protos.messages import FinishReason, SamplingParams
 from pagefleet.scheduler.config import PreemptionMode
 from pagefleet.workers.model_runner import ModelRunner
-
-VOCAB = 131
-SAMPLED = SamplingParams(temperature=0.8, seed=11, max_tokens=40, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -22,39 +19,12 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     return load_runner(folder, num_blocks=128, block_size=4, host_memory=2**19, deterministic=True)
 
 
-def requests_of_every_kind() -> list[EngineRequest]:
-    prompts = [random_prompt(length, VOCAB, length) for length in (5, 8, 16, 23)]
-    kinds = {
-        "greedy": GREEDY,
-        "sampled": SAMPLED,
-        "filtered": replace(SAMPLED, top_k=20, top_p=0.9, min_p=0.02),
-        "penalised": replace(
-            SAMPLED, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3
-        ),
-        "logprobs": replace(SAMPLED, logprobs=3, prompt_logprobs=2),
-        "biased": replace(GREEDY, logit_bias=((7, 2.0),), logprobs=0),
-        "ending": replace(SAMPLED, ignore_eos=False, stop_token_ids=tuple(range(0, 131, 9))),
-        "late": replace(
-            SAMPLED, ignore_eos=False, stop_token_ids=tuple(range(0, 131, 9)), min_tokens=12
-        ),
-    }
-    requests = [
-        make_request(f"{name} {place}", prompt, sampling)
-        for place, prompt in enumerate(prompts)
-        for name, sampling in kinds.items()
-    ]
-    return [*requests, make_request("three", prompts[3], replace(SAMPLED, n=3), n=3)]
-
-
-def without_usage(answers: dict[tuple[str, int], Answer]) -> dict[tuple[str, int], Answer]:
-    return {key: replace(answer, usage=None) for key, answer in answers.items()}
-
-
 @pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
-def test_answers_are_those_of_no_guesses(runner: ModelRunner, share: float) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_answers_are_those_of_no_guesses(runner: ModelRunner, share: float, overlap: bool) -> None:
     requests = requests_of_every_kind()
     plain = serve(runner, requests)
-    guessing = serve(runner, requests, guesses=Guesses(plain, share))
+    guessing = serve(runner, requests, guesses=Guesses(plain, share), overlap=overlap)
     assert without_usage(guessing) == without_usage(plain)
     reasons = {answer.finish_reason for answer in plain.values()}
     assert reasons == {FinishReason.STOP, FinishReason.LENGTH}
