@@ -183,9 +183,9 @@ class Controller:
             return False
         if draining:
             self._weights.note_leaving(known[1].info.model, replica_id)
-            known[1].renews = False
             until = min(now + drain_s, self._drained.get(replica_id, math.inf))
             self._drained[replica_id] = until
+        known[1].renews = False
         known[1].drain(self._drained.get(replica_id), now)
         self._elect(known[1].info.model, now)
         self._pump(known[0], now)

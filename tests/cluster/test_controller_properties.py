@@ -1,16 +1,26 @@
 """Any interleaving of clients, leaders and a lossy network: no block is ever promised twice."""
 
+from contextlib import suppress
 from dataclasses import replace
 
-from cluster_factories import FakeReplica, make_card, make_controller, make_hashes, make_info
+from cluster_factories import (
+    IDENTITY,
+    FakeReplica,
+    make_card,
+    make_controller,
+    make_hashes,
+    make_info,
+)
 from cluster_factories import make_request as build_request
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pagefleet.cluster.admission import AdmissionConfig
+from pagefleet.protos.errors import ModelNotFound
 from pagefleet.protos.messages import (
     AdmissionClass,
+    CacheIdentity,
     Lease,
     Refused,
     ReplicaReport,
@@ -19,6 +29,7 @@ from pagefleet.protos.messages import (
 )
 
 REPLICAS = ("r0", "r1")
+WEIGHTS = (IDENTITY, replace(IDENTITY, weights_version=2, model_fingerprint="other"))
 BLOCKS = 20
 
 
@@ -48,9 +59,9 @@ class ClusterMachine(RuleBasedStateMachine):
             restart_grace_s=1e9,
         )
 
-    def _new_incarnation(self, replica_id: str) -> None:
+    def _new_incarnation(self, replica_id: str, identity: CacheIdentity = IDENTITY) -> None:
         self.lives += 1
-        info = make_info(replica_id, f"life-{self.lives}", num_blocks=BLOCKS)
+        info = make_info(replica_id, f"life-{self.lives}", num_blocks=BLOCKS, identity=identity)
         old = self.replicas.get(replica_id)
         if old is not None:
             for lease_id in old.remaining:
@@ -76,6 +87,8 @@ class ClusterMachine(RuleBasedStateMachine):
 
     def _take(self, answer: Lease | Ticket | Refused) -> None:
         if isinstance(answer, Lease):
+            begun = self.asked[answer.request_key].weights
+            assert begun in (None, answer.weights), f"{begun} cannot go on with {answer}"
             self.leases[answer.request_key] = answer
         elif isinstance(answer, Refused):
             assert answer.error != "Overloaded" or (answer.retry_after_s or 0) > 0
@@ -92,6 +105,7 @@ class ClusterMachine(RuleBasedStateMachine):
         gateway=st.sampled_from("gh"),
         deadline=st.sampled_from([None, 5.0]),
         chain=st.integers(0, 2),
+        begun=st.sampled_from([None, None, *WEIGHTS]),
     )
     def reserve(
         self,
@@ -102,8 +116,10 @@ class ClusterMachine(RuleBasedStateMachine):
         gateway: str,
         deadline: float | None,
         chain: int,
+        begun: CacheIdentity | None,
     ) -> None:
         request = build_request(
+            weights=None if begun is None else begun.weights,
             num_tokens=tokens,
             max_tokens=output,
             admission_class=kind,
@@ -136,9 +152,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
     def _mirrored(self) -> set[int]:
         return {
-            record.lease_id
-            for pool in self.controller.pools().values()
-            for record in pool.pool.leases
+            record.lease_id for pool in self.controller.pools_of("m") for record in pool.pool.leases
         }
 
     @precondition(lambda self: self.asked)
@@ -219,9 +233,14 @@ class ClusterMachine(RuleBasedStateMachine):
         self.now += seconds
         self.controller.tick(self.now)
 
-    @rule(replica_id=st.sampled_from(REPLICAS))
-    def restart_replica(self, replica_id: str) -> None:
-        self._new_incarnation(replica_id)
+    @rule(replica_id=st.sampled_from(REPLICAS), identity=st.sampled_from(WEIGHTS))
+    def restart_replica(self, replica_id: str, identity: CacheIdentity) -> None:
+        self._new_incarnation(replica_id, identity)
+
+    @rule()
+    def update_weights(self) -> None:
+        with suppress(ModelNotFound):
+            self.controller.update_weights("m", "/new", 5.0, self.now)
 
     @rule(replica_id=st.sampled_from(REPLICAS), draining=st.booleans())
     def drain(self, replica_id: str, draining: bool) -> None:
@@ -252,8 +271,11 @@ class ClusterMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """When all has ended and been told, nothing is left over and a newcomer is served."""
-        for replica_id in REPLICAS:
+        wanted = self.controller.wanted_weights("m")
+        for replica_id, replica in list(self.replicas.items()):
             self.controller.drain(replica_id, self.now, draining=False)
+            if wanted is not None and replica.info.identity.weights_version < wanted.version:
+                self._new_incarnation(replica_id, replace(IDENTITY, weights_version=wanted.version))
         for key, request in list(self.asked.items()):
             self.controller.release(key, request.attempt, self.now)
         self.asked.clear()
