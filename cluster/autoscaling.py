@@ -1,7 +1,7 @@
 """How many replicas a model needs, from its block deficit.
 
-    deficit = needs of the queue + growth of what runs - free - what comes back before a new
-              replica could have started
+    deficit = needs of what waits + growth of what runs - free - what comes back before a new
+              replica could have started and that newcomers will not take
 
 Pure arithmetic on what the controller knew at one moment. Whoever decides gets that as plain
 numbers (`to_stats`, `from_stats`), maybe late, twice, or from an earlier life of the controller:
@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 
 from ..protos.messages import ReplicaState
 from .model_pool import ModelPool
+from .replica_view import ReplicaView
 
 # Share of a replica's blocks that has to be free beyond a whole replica before one may go: else
 # the next request would ask for it back.
@@ -26,8 +27,9 @@ class BlockDemand:
     """One model at one moment. Blocks of draining replicas are in none of the counts.
 
     epoch, sequence: of the controller that counted: its life, and +1 with each answer of it.
-    queued_blocks: needs of the requests that wait. growth_blocks: what leases still may take.
-    releasing_blocks: of leases that are expected to end before a new replica could have started.
+    queued_blocks: needs of the requests that wait, in the controller or, without their blocks, at a
+    replica. growth_blocks: what leases still may take. releasing_blocks: of leases that are
+    expected to end before a new replica could have started, less what comes in meanwhile.
     replica_blocks: of one replica; 0 = none has been seen yet.
     num_requests: waiting or running. num_replicas: those that take requests.
     wait_s: how long a newcomer would wait. startup_s: how long a replica takes to start.
@@ -95,21 +97,50 @@ def block_demand(
     ]
     measured = max((view.info.startup_s for _, view in ready), default=0.0)
     startup_s = measured or startup_s
-    ends = [end for pool, view in ready for end in pool.releases(view.slot)]
-    queues = [pool.queue for pool in pools]
     return BlockDemand(
         epoch=epoch,
         sequence=sequence,
-        queued_blocks=sum(int(queue.needs[queue.waiting].sum()) for queue in queues),
+        queued_blocks=sum(_queued(pool) for pool in pools)
+        + sum(_stalled(pool, view) for pool, view in ready),
         growth_blocks=sum(view.leased_blocks for _, view in ready),
         free_blocks=sum(view.free_blocks for _, view in ready),
-        releasing_blocks=sum(blocks for end, blocks in ends if end <= now + startup_s),
+        releasing_blocks=_net_releases(pools, ready, now, startup_s),
         replica_blocks=max((pool.pool.max_num_blocks for pool in pools), default=0),
-        num_requests=sum(view.num_active for _, view in ready) + sum(map(len, queues)),
+        num_requests=sum(view.num_active for _, view in ready)
+        + sum(len(pool.queue) for pool in pools),
         num_replicas=len(ready),
-        wait_s=max((pool.expected_wait_s(now) for pool in pools if len(pool.queue)), default=0.0),
+        wait_s=max((_expected_wait_s(pool, now) for pool in pools), default=0.0),
         startup_s=startup_s,
     )
+
+
+def _queued(pool: ModelPool) -> int:
+    return int(pool.queue.needs[pool.queue.waiting].sum())
+
+
+def _expected_wait_s(pool: ModelPool, now: float) -> float:
+    oldest = pool.queue.longest_waiting()
+    return 0.0 if oldest is None else pool.expected_wait_s(oldest.tenant, now)
+
+
+def _stalled(pool: ModelPool, view: ReplicaView) -> int:
+    """Blocks that requests at a replica lack: preempted, or not begun for want of them."""
+    if view.report is None or not view.report.num_waiting:
+        return 0
+    return -(-view.report.waiting_prefill_tokens // pool.block_size)
+
+
+def _net_releases(
+    pools: list[ModelPool],
+    ready: list[tuple[ModelPool, ReplicaView]],
+    now: float,
+    startup_s: float,
+) -> float:
+    """What comes back in time and is not taken by those who come in the same time."""
+    ends = [end for pool, view in ready for end in pool.releases(view.slot)]
+    releasing = sum(blocks for end, blocks in ends if end <= now + startup_s)
+    arriving = startup_s * sum(pool.arrivals.per_s(now) for pool in pools)
+    return max(0.0, releasing - arriving)
 
 
 def to_stats(demands: Mapping[str, BlockDemand]) -> dict[str, float]:

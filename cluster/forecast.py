@@ -1,7 +1,7 @@
-"""What is expected of the future: output lengths, and when blocks come back.
+"""What is expected of the future: output lengths, arrivals, and when blocks come back.
 
-Learns from finished requests; decides nothing. Both are estimates that late requests, early stops
-and preemptions correct as they happen; nothing here is relied on for safety.
+Learns from requests that come and end; decides nothing. All are estimates that late requests,
+early stops and preemptions correct as they happen; nothing here is relied on for safety.
 """
 
 import math
@@ -70,6 +70,27 @@ class OutputLengths:
                 top = _bucket_top(bucket)
                 total += weight * (top if limit is None else min(top, limit))
         return total / self._total
+
+
+class ArrivalRate:
+    """Blocks per second that newcomers have been asking for, the last half minute above all."""
+
+    def __init__(self, memory_s: float = 30.0) -> None:
+        self._memory_s = memory_s
+        self._sum = 0.0
+        self._at = 0.0
+
+    def add(self, num_blocks: int, now: float) -> None:
+        """A request of that need has come."""
+        self._sum = self._decayed(now) + num_blocks
+        self._at = now
+
+    def per_s(self, now: float) -> float:
+        """The rate now; it fades where nobody comes."""
+        return self._decayed(now) / self._memory_s
+
+    def _decayed(self, now: float) -> float:
+        return self._sum * math.exp(-max(0.0, now - self._at) / self._memory_s)
 
 
 def wait_for_blocks_s(

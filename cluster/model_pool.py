@@ -25,7 +25,7 @@ from ..protos.messages import (
 from .admission import AdmissionConfig, Need, compute_need, least_blocks
 from .appointments import AppointmentBook
 from .fair_queue import FairQueue, WaitingRequest
-from .forecast import OutputLengths
+from .forecast import ArrivalRate, OutputLengths
 from .late_binding import Contenders, LateBinding
 from .lease_table import LeaseRecord
 from .prefix_transfer import NO_SOURCE, TransferConfig
@@ -77,6 +77,7 @@ class ModelPool:
     pool: ReplicaPool = field(init=False)
     queue: FairQueue = field(default_factory=FairQueue, init=False)
     lengths: OutputLengths = field(default_factory=OutputLengths, init=False)
+    arrivals: ArrivalRate = field(default_factory=ArrivalRate, init=False)
     stats: PoolStats = field(default_factory=PoolStats, init=False)
     forecast: WaitForecast = field(default_factory=WaitForecast, init=False)
     book: AppointmentBook = field(init=False)
@@ -138,6 +139,8 @@ class ModelPool:
             self.stats.refused += 1
             return refusal
         need = self.need_of(request)
+        if request.attempt <= 1:
+            self.arrivals.add(need.num_blocks, now)
         grant = None
         if not self.policy.late_binding:
             grant = self._bind_on_arrival(request, need, now)

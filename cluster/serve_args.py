@@ -23,8 +23,9 @@ class ModelArgs(BaseModel):
     served_model_name: str = ""
     """What clients call it; empty = the folder's name or the id."""
     weights_version: int = Field(0, ge=0)
-    """Raise it with each new checkpoint under the same name, also when going back to an old one:
-    the highest is served, and running streams end on the weights they began with."""
+    """Raise it with each new checkpoint under the same name, also when going back to an old one,
+    and above what `pagefleet update-weights` gave: the highest is served, and running streams end
+    on the weights they began with."""
     tp: int = Field(1, ge=1)
     """Ranks of one replica, all on one node."""
     num_cpus: float = Field(1.0, gt=0)
@@ -68,7 +69,14 @@ class ModelArgs(BaseModel):
     preemption_mode: str = "auto"
     admission_rule: str = "known-length"
     watermark: float = Field(0.01, ge=0, lt=1)
+    speculative: str = "off"
+    num_speculative_tokens: int = Field(5, ge=1)
+    prompt_lookup_min: int = Field(2, ge=1)
+    prompt_lookup_max: int = Field(5, ge=1)
+    overlap_steps: bool | None = None
     dtype: str = "auto"
+    weight_dtype: str = "auto"
+    quantized_weights: str = "auto"
     deterministic: bool = False
 
     @property
@@ -110,7 +118,14 @@ class ModelArgs(BaseModel):
             admission_rule=self.admission_rule,
             watermark=self.watermark,
             max_num_waiting=self.max_num_waiting,
+            speculative=self.speculative,
+            num_speculative_tokens=self.num_speculative_tokens,
+            prompt_lookup_min=self.prompt_lookup_min,
+            prompt_lookup_max=self.prompt_lookup_max,
+            overlap_steps=self.overlap_steps,
             dtype=self.dtype,
+            weight_dtype=self.weight_dtype,
+            quantized_weights=self.quantized_weights,
             device="cuda" if self.num_gpus else "cpu",
             deterministic=self.deterministic,
             address="auto",

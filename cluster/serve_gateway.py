@@ -13,6 +13,7 @@ needs to know of the demand for blocks goes out with this replica's statistics.
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,7 @@ _POLL_S = 1.0
 _CALL_TIMEOUT_S = 5.0
 _ORPHAN_S = 20.0
 _BIND_TIMEOUT_S = 60.0
+_UNHEALTHY_S = 120.0
 
 
 class ServeGateway:
@@ -55,6 +57,7 @@ class ServeGateway:
             gateway_spec(args), lambda spec: RayGateway(spec, self._controller)
         )
         self._addresses = await self._keeper.start()
+        self._listened_at = time.monotonic()
         self._following = asyncio.create_task(self._follow_demand())
 
     async def __call__(self, request: Request) -> dict[str, str]:
@@ -65,6 +68,10 @@ class ServeGateway:
         """Called by Serve: an exception makes it replace this replica."""
         if self._following.done():
             raise RuntimeError("the demand for blocks is followed no more")
+        if self._keeper.is_listening:
+            self._listened_at = time.monotonic()
+        elif time.monotonic() - self._listened_at > _UNHEALTHY_S:
+            raise RuntimeError("the gateway cannot be started again here")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve twice a second."""
