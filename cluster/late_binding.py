@@ -28,6 +28,7 @@ from .routing_policy import RoutedRequest
 Releases = Callable[[int], list[tuple[float, int]]]
 Some = slice | IntArray  # which rows or slots
 _EVERY = slice(None)
+_MANY_SLOTS = 64  # of more than these only the promising are weighed against all that wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +193,8 @@ class LateBinding:
             and self._wanted(queue, hold.row, hold.slot) <= replicas.available[hold.slot]
         ):
             return hold.row, hold.slot
+        if len(slots) > _MANY_SLOTS:
+            slots = _promising(queue, replicas, slots)
         turn = queue.in_turn()
         pair = self._choose_among(queue, replicas, slots, turn, now, hold)
         if pair is None and turn is not None:  # rather another tenant's request than an idle slot
@@ -335,6 +338,18 @@ class LateBinding:
         if fetches is not None:  # they count once: what they bring stands in two places
             start = start - fetches.tokens * replicas.token_s[:count][slots] + fetches.seconds
         return np.minimum.reduce(done, axis=-1, keepdims=True) < start
+
+
+def _promising(queue: FairQueue, replicas: ReplicaColumns, slots: IntArray) -> IntArray:
+    """Of many slots those that hold more of some prompt than others do, and the emptiest: the
+    rest are worth no more than these."""
+    hits = queue.hits[queue.waiting][:, slots]
+    if queue.has_host_hits:
+        hits += queue.host_hits[queue.waiting][:, slots]
+    holds_more = (hits > hits.min(axis=1, keepdims=True)).any(axis=0)
+    emptiest = np.argpartition(replicas.fullness[slots], _MANY_SLOTS // 2)[: _MANY_SLOTS // 2]
+    holds_more[emptiest] = True
+    return slots[holds_more]
 
 
 def _narrow(indices: IntArray) -> Some:

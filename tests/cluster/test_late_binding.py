@@ -107,3 +107,13 @@ def test_a_newcomer_alone_goes_where_the_queue_would_send_it(seed: int) -> None:
     fits = columns.available[:count] >= 10
     slot = LateBinding().choose_newcomer(newcomer, fits, columns, 0.0)
     assert slot == (None if pair is None else pair[1])
+
+
+def test_of_many_replicas_the_holder_and_the_emptiest_are_found() -> None:
+    columns = make_columns(200)
+    for slot in range(200):
+        columns.set_available(slot, 50 if slot != 150 else 60)
+    hits = [10.0] * 200
+    hits[123] = 80.0
+    assert choose(make_queue(hits), columns) == ("q0", 123)
+    assert choose(make_queue([10.0] * 200), columns) == ("q0", 150)
