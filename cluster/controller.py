@@ -260,7 +260,7 @@ class Controller:
         pool = self._pool_of(request, now)
         if isinstance(pool, Refused):
             return pool
-        if self._decisions.is_watched(now):
+        if self._decisions.wants_costs(now):
             self._decisions.asked(request, explain(pool, request, now))
         outcome = pool.submit(request, now)
         if isinstance(outcome, Refused):

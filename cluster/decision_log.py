@@ -1,7 +1,8 @@
 """The controller's last decisions, for who wants to know why a request went where it did.
 
 A ring of bounded length. What every decision records is at hand when it is made; what each replica
-would have cost is worked out, and kept, only while someone watches. Decides nothing.
+would have cost is worked out, and kept, only while someone watches, and not for every request of a
+busy cluster. Decides nothing.
 """
 
 from collections import deque
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from ..protos.messages import DecisionView, Explanation, ReplicaExplanation, ReserveRequest
 
 _MAX_DECISIONS = 512
+_COSTS_PERIOD_S = 0.05  # they take longer than the decision itself
 WATCHED_S = 5.0  # who watches asks again within this time
 
 
@@ -36,14 +38,22 @@ class DecisionLog:
         self._asked: dict[str, tuple[ReplicaExplanation, ...]] = {}  # by request key
         self._num_decisions = 0
         self._watched_until = float("-inf")
+        self._costs_not_before = float("-inf")
 
     def watch(self, now: float) -> None:
         """Someone looks now, and will again."""
         self._watched_until = now + WATCHED_S
 
     def is_watched(self, now: float) -> bool:
-        """Whether what costs time is worth it."""
+        """Whether replicas shall send maps of their pools."""
         return now < self._watched_until
+
+    def wants_costs(self, now: float) -> bool:
+        """Whether to work out what each replica would cost the request that has just come."""
+        if not self.is_watched(now) or now < self._costs_not_before:
+            return False
+        self._costs_not_before = now + _COSTS_PERIOD_S
+        return True
 
     def asked(self, request: ReserveRequest, explanation: Explanation) -> None:
         """A request has come; what each replica would cost it, at that moment."""

@@ -42,6 +42,16 @@ def test_has_the_terms_of_the_chosen_and_the_best_other_while_someone_watches() 
     assert controller.watch(9.0).decisions[-1].replicas == ()
 
 
+def test_works_out_the_terms_of_some_where_requests_come_in_crowds() -> None:
+    controller = make_controller()
+    join(controller, make_info(num_blocks=10_000))
+    controller.watch(0.0)
+    for number in range(100):
+        controller.reserve(make_request(), number / 1000)
+    with_costs = [bool(decision.replicas) for decision in controller.watch(0.1).decisions]
+    assert sum(with_costs) == 2
+
+
 def test_follows_a_request_from_wait_to_grant_and_to_expiry() -> None:
     controller = make_controller()
     replica = join(controller, make_info())
