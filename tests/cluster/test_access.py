@@ -123,6 +123,10 @@ async def test_the_cluster_is_the_admins(guarded):
         with pytest.raises(errors.PermissionDenied):
             await client.drain("r0")
         with pytest.raises(errors.PermissionDenied):
+            await client.reset_prefix_cache()
+        with pytest.raises(errors.PermissionDenied):
+            await client.update_weights("org/name")
+        with pytest.raises(errors.PermissionDenied):
             await anext(client.watch_cluster())
     async with guarded.client(ADMIN) as client:
         assert len((await client.cluster_state()).replicas) == 2
