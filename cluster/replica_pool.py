@@ -53,7 +53,10 @@ class ReplicaPool:
         self.replicas[info.replica_id] = view
         self.by_slot[slot] = view
         self._alive |= 1 << slot
-        self._note_limits()
+        if len(self.replicas) == 1:  # what was before is gone
+            self.max_context = self.max_num_blocks = 0
+        self.max_context = max(self.max_context, info.max_context)
+        self.max_num_blocks = max(self.max_num_blocks, info.num_blocks)
         view.refresh(now)
         return view
 
@@ -66,7 +69,7 @@ class ReplicaPool:
         del self.by_slot[view.slot]
         self._alive &= ~(1 << view.slot)
         self._free_slots.append(view.slot)
-        self._note_limits()
+        self._lower_limits()
         return ended
 
     def take_report(
@@ -157,7 +160,7 @@ class ReplicaPool:
             assert self.columns.available[view.slot] == view.available_blocks
             assert self.columns.active[view.slot] == view.num_active
 
-    def _note_limits(self) -> None:
+    def _lower_limits(self) -> None:
         infos = [view.info for view in self.replicas.values()]
         if infos:  # the next one will be like the last
             self.max_context = max(info.max_context for info in infos)

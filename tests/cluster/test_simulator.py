@@ -180,11 +180,11 @@ def test_deadlines_expire_in_the_queue_and_never_run() -> None:
     assert max(measured.ttft_s) < 2.0
 
 
-def test_a_cluster_of_many_replicas() -> None:
-    cluster = ClusterSpec(200, 200)
-    workload = with_load(conversations(300), cluster, 0.2)
+def test_a_cluster_of_a_thousand_replicas() -> None:
+    cluster = ClusterSpec(1000, 100)
+    workload = with_load(conversations(150), cluster, 0.2)
     spec = SimulationSpec(cluster)
-    assert Simulation(spec, workload).run().finished == 300
+    assert Simulation(spec, workload).run().finished == 150
 
 
 def test_the_steps_model_runs_the_real_scheduler() -> None:
