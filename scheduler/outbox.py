@@ -31,6 +31,11 @@ class Outbox:
 
         All of a decode step in one pass: this is most of what such a step costs.
         """
+        if len(rows) < _FEW:
+            for row, token, number in zip(rows, tokens, numbers, strict=True):
+                delta = SequenceDelta(batch.keys[row], batch.indexes[row], number, (token,))
+                self._deltas.append(delta)
+            return
         keys = [batch.keys[row] for row in rows]
         indexes = [batch.indexes[row] for row in rows]
         self._deltas += _make_plain_deltas(keys, indexes, numbers, tokens)
@@ -116,6 +121,8 @@ class Outbox:
             if delta.request_key != request_key or index not in (None, delta.index)
         ]
 
+
+_FEW = 5  # made one by one, since all at once costs as much as a few
 
 # The fields' slots: a frozen dataclass sets each by name, which is most of what making it costs.
 _SLOTS: dict[str, MemberDescriptorType] = {

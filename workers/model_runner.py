@@ -82,12 +82,14 @@ class MeasuredSpeed:
 class LaunchedStep:
     """A step from its launch to its result.
 
+    is_ahead: it is finished after the next one has been launched, perhaps.
     reports, reported_hidden: prompt positions whose log-probabilities were asked for, and the
     hidden states that give them. settled: once its tokens are known.
     """
 
     output: SchedulerOutput
     started: float
+    is_ahead: bool
     samples: SamplesInFlight | None = None
     promise: Promise | None = None
     reports: list[PromptReport] = field(default_factory=list[PromptReport])
@@ -206,30 +208,32 @@ class ModelRunner:
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """One step, in the order that `SchedulerOutput` promises."""
-        return self.finish(self.launch(output))
+        return self.finish(self._begin(output, is_ahead=False))
 
-    @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> "LaunchedStep":
         """Begin a step; one more may be in flight. On a GPU this returns while it runs, and what
         the step before has chosen is taken from the device."""
+        return self._begin(output, is_ahead=True)
+
+    @torch.inference_mode()
+    def _begin(self, output: SchedulerOutput, is_ahead: bool) -> "LaunchedStep":
         started = time.perf_counter()
         self.batch.apply(output)
         self.storage.take_fresh(output)
         self.storage.copy_on_write(output.device_copies)
         self.storage.submit(output.copy_jobs)
-        step = LaunchedStep(output, started)
+        step = LaunchedStep(output, started, is_ahead)
         if len(output.rows) > 0:
             self._compute(step)
         self._in_flight = step
         return step
 
-    @torch.inference_mode()
     def finish(self, step: "LaunchedStep") -> ModelRunnerOutput:
         """Wait for a step, the oldest first. Nothing that was launched after it is waited for."""
         output, samples = step.output, self._settle(step)
         if step is self._in_flight:
             self._in_flight = None
-        prompt_logprobs = self._prompt_logprobs(step.reports, step.reported_hidden)
+        prompt_logprobs = self._prompt_logprobs(step) if step.reports else {}
         self.storage.check_guard()
         ended = time.perf_counter()
         began, self._last_ended = max(step.started, self._last_ended), ended
@@ -297,7 +301,8 @@ class ModelRunner:
         inputs = self.batch.prepare(output)
         step.reports = prompt_reports(output, self.batch)
         drafts = DraftSamples.of(output)
-        wanted = WantedRows.of(output, step.reports, drafts)
+        is_decode = inputs.metadata.num_decodes == len(output.rows)
+        wanted = WantedRows.of(output, step.reports, drafts, is_decode)
         rows = None
         if not wanted.is_everything(len(inputs.token_ids)):
             rows = upload(wanted.rows, self._device)
@@ -321,7 +326,12 @@ class ModelRunner:
         if self._in_flight is not None and self.batch.needs_unknown_tokens(rows):
             self._settle(self._in_flight)
         step.samples = self._sampler.launch(logits, rows, drafts)
-        step.promise = self.batch.promise(step.output, step.samples.token_ids, drafts)
+        if step.is_ahead:
+            step.promise = self.batch.promise(step.output, step.samples.token_ids, drafts)
+        else:
+            step.settled = step.samples.result()
+            offsets = None if drafts is None else drafts.offsets
+            self.batch.append_tokens(rows, step.settled.token_ids, offsets)
 
     def _settle(self, step: "LaunchedStep") -> Samples:
         """Wait for a step's tokens and let the rows have them, once."""
@@ -332,17 +342,15 @@ class ModelRunner:
                 self.batch.keep(step.promise, step.settled.token_ids)
         return step.settled
 
-    def _prompt_logprobs(
-        self, reports: list[PromptReport], hidden: Tensor | None
-    ) -> dict[int, tuple[TokenLogprobs | None, ...]]:
+    @torch.inference_mode()
+    def _prompt_logprobs(self, step: "LaunchedStep") -> dict[int, tuple[TokenLogprobs | None, ...]]:
         """Entries for prompt positions first+1 .. first+length of each report, in chunks, so that
         tokens x vocabulary never stands in memory; position 0 has no context: None."""
         chunk = max(1, PROMPT_LOGITS_BYTES // (4 * self.model_info.vocab_size))
         found: dict[int, tuple[TokenLogprobs | None, ...]] = {}
-        begin = 0
-        if hidden is None:
-            return found
-        for report in reports:
+        begin, hidden = 0, step.reported_hidden
+        assert hidden is not None, f"step {step.output.step} reports on nothing"
+        for report in step.reports:
             entries: list[TokenLogprobs | None] = [None] if report.first == 0 else []
             first = report.first + 1
             tokens = self.batch.tokens[report.row, first : first + report.length].astype(np.int64)

@@ -88,16 +88,16 @@ class Sampler:
         """A token for each row, 0 where its logits were not finite; and whether they were."""
         best, finite = kernels.greedy(logits)
         is_random = self._batch.sampling.is_random[rows]
-        if not best.is_cuda:  # a GPU is not waited for to know; what it draws there is masked
+        # A GPU is not waited for to know; what is drawn there from anything is masked.
+        all_finite = not best.is_cuda and bool(finite.numpy().all())
+        if not (best.is_cuda or all_finite):
             is_random &= finite.numpy()
-        drawn = np.flatnonzero(is_random)
+        drawn = is_random.nonzero()[0]
         if len(drawn) == len(rows):
             best = self._draw(logits, rows, lengths, drawn)
         elif len(drawn) > 0:
             best[upload(drawn, logits.device)] = self._draw(logits, rows, lengths, drawn)
-        if best.is_cuda or not finite.numpy().all():
-            best = best.masked_fill(~finite, 0)
-        return best, finite
+        return best if all_finite else best.masked_fill(~finite, 0), finite
 
     def _wants_logprobs(self, rows: Int32Array) -> bool:
         wanted = self._batch.sampling.num_logprobs
@@ -276,6 +276,8 @@ class SamplesInFlight:
             token_ids[~counts] = -1
             failed = tuple(entry for entry in failed if counts[entry])
             is_told = is_told & counts
+        if self._logprobs is None and not self._candidates:
+            return Samples(token_ids, failed=failed)
         logprobs = [] if self._logprobs is None else self._logprobs.result()
         return Samples(
             token_ids,

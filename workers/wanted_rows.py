@@ -41,14 +41,17 @@ class WantedRows:
         output: SchedulerOutput,
         reports: list[PromptReport],
         drafts: DraftSamples | None = None,
+        is_decode: bool = False,
     ) -> "WantedRows":
-        """The rows of one step."""
-        last = output.num_scheduled_tokens.cumsum(dtype=np.int64) - 1
-        if drafts is None:
-            sampled = last[output.sample_entries]
-        else:
-            last -= output.num_draft_tokens
-            sampled = last[output.sample_entries] + drafts.offsets
+        """The rows of one step. is_decode: each sequence has one token."""
+        sampled = output.sample_entries.astype(np.int64)
+        if not is_decode:
+            last = output.num_scheduled_tokens.cumsum(dtype=np.int64) - 1
+            if drafts is None:
+                sampled = last[sampled]
+            else:
+                last -= output.num_draft_tokens
+                sampled = last[sampled] + drafts.offsets
         expand = None
         if len(sampled) > 1 and not (sampled[1:] > sampled[:-1]).all():
             sampled, expand = np.unique(sampled, return_inverse=True)

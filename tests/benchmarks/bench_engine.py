@@ -32,10 +32,10 @@ from pagefleet.protos.messages import (
     SamplingParams,
     SequenceDelta,
 )
-from pagefleet.scheduler.output import CopyDone, ModelRunnerOutput, SchedulerOutput
 from pagefleet.scheduler.scheduler import Scheduler
 from pagefleet.workers.config import WorkerConfig
 from pagefleet.workers.engine import Engine
+from pagefleet.workers.executor import LocalExecutor
 from pagefleet.workers.model_runner import ModelRunner
 
 MAX_CONTEXT = 2048
@@ -78,17 +78,8 @@ class Collector:
             self.ended.set()
 
 
-class KeptExecutor:
+class KeptExecutor(LocalExecutor):
     """Runs steps on a runner that outlives the engine: several pools are tried on one model."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        return self._runner.execute(output)
-
-    def poll_copies(self) -> tuple[CopyDone, ...]:
-        return self._runner.poll_copies()
 
     def shutdown(self) -> None:
         """The runner stays."""
