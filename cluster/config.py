@@ -24,6 +24,7 @@ _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?i?)b?", re.IGNORECASE)
 
 DTYPES = ("auto", "float32", "bfloat16")
 WEIGHT_DTYPES = ("auto", "bfloat16", "int8")
+KV_DTYPES = ("auto", "fp8")
 QUANTIZED_WEIGHTS = ("auto", "packed", "dequantized")
 DEVICES = ("auto", "cpu", "cuda")
 PREEMPTION_MODES = tuple(PreemptionMode)
@@ -106,6 +107,8 @@ class ClusterConfig:
     dtype: str = "auto"
     weight_dtype: str = "auto"
     quantized_weights: str = "auto"
+    kv_dtype: str = "auto"
+    enforce_eager: bool = False
     device: str = "auto"
     deterministic: bool = False
     address: str | None = None
@@ -120,6 +123,7 @@ class ClusterConfig:
         _check_choice("--dtype", self.dtype, DTYPES)
         _check_choice("--weight-dtype", self.weight_dtype, WEIGHT_DTYPES)
         _check_choice("--quantized-weights", self.quantized_weights, QUANTIZED_WEIGHTS)
+        _check_choice("--kv-dtype", self.kv_dtype, KV_DTYPES)
         _check_choice("--device", self.device, DEVICES)
         _check_choice("--preemption-mode", self.preemption_mode, PREEMPTION_MODES)
         _check_choice("--admission-rule", self.admission_rule, ADMISSION_RULES)

@@ -55,6 +55,8 @@ class EngineOptions(TypedDict, total=False):
     revision: str | None
     device: str
     dtype: str
+    kv_dtype: str
+    enforce_eager: bool
     block_size: int
     num_blocks: int | None
     kv_memory: int | None

@@ -101,6 +101,12 @@ def serve(
     weight_dtype: Annotated[
         str, typer.Option(help="Of linears, on the CPU: bfloat16 or int8; auto: as --dtype.")
     ] = "auto",
+    kv_dtype: Annotated[
+        str, typer.Option(help="Of the KV cache: fp8 halves it; auto: as --dtype.")
+    ] = "auto",
+    enforce_eager: Annotated[
+        bool, typer.Option("--enforce-eager", help="On GPUs, record no decode steps.")
+    ] = False,
     quantized_weights: Annotated[
         str,
         typer.Option(help="AWQ's and GPTQ's: packed, dequantized, or auto, packed if possible."),
@@ -185,6 +191,8 @@ def serve(
         dtype=dtype,
         weight_dtype=weight_dtype,
         quantized_weights=quantized_weights,
+        kv_dtype=kv_dtype,
+        enforce_eager=enforce_eager,
         device=device,
         deterministic=deterministic,
         address=address,
@@ -448,7 +456,10 @@ def plan(
     layers: Annotated[int | None, typer.Option(help="Layers, without a folder.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads, without a folder.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Size of a head, without a folder.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the KV cache; a folder's own.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", "--kv-dtype", help="Of the KV cache, like fp8; a folder's own."),
+    ] = None,
     tp: Annotated[int, typer.Option(help="Ranks that share the heads.")] = 1,
     kv_memory: Annotated[str, typer.Option(help="KV pool of one rank.")] = "16GiB",
     lengths: Annotated[str, typer.Option(help="Like 7,11,10 or 1000x100.")] = "1000x100",

@@ -187,6 +187,8 @@ def worker_config(config: ClusterConfig, num_threads: int, *, on_gpu: bool) -> W
         dtype=config.dtype,
         weight_dtype=config.weight_dtype,
         quantized_weights=config.quantized_weights,
+        kv_dtype=config.kv_dtype,
+        enforce_eager=config.enforce_eager,
         block_size=config.block_size,
         num_blocks=config.num_blocks,
         kv_memory=config.kv_memory,

@@ -23,6 +23,9 @@ class WorkerConfig:
         output; widened as they are read. The compiled CPU kernels alone.
     quantized_weights: those of AWQ and GPTQ: "packed" as they are, "dequantized" to dtype, "auto"
         (packed where the kernels can).
+    kv_dtype: of the KV cache: "auto" (as dtype) or "fp8" (e4m3: half the bytes of bfloat16, each
+        key and value within a sixteenth; past 448 they are cut off).
+    enforce_eager: on a GPU, record no decode steps as CUDA graphs.
     num_blocks, kv_memory (bytes), memory_fraction: the pool's size; the first that is set holds.
         memory_fraction: of the device's memory, weights and workspace included, on a GPU
         (None = 0.9); of the memory available once the weights are loaded, on the CPU (None = 0.25).
@@ -49,6 +52,8 @@ class WorkerConfig:
     dtype: str = "auto"
     weight_dtype: str = "auto"
     quantized_weights: str = "auto"
+    kv_dtype: str = "auto"
+    enforce_eager: bool = False
     block_size: int = 16
     num_blocks: int | None = None
     kv_memory: int | None = None
@@ -98,6 +103,8 @@ class WorkerConfig:
             raise ValueError(f"host_memory must not be negative, is {self.host_memory}")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"dtype must be auto, float32 or bfloat16, is {self.dtype!r}")
+        if self.kv_dtype not in ("auto", "fp8"):
+            raise ValueError(f"kv_dtype must be auto or fp8, is {self.kv_dtype!r}")
         if self.weight_dtype not in ("auto", "bfloat16", "int8"):
             raise ValueError(f"weight_dtype must be auto, bfloat16 or int8: {self.weight_dtype!r}")
         if self.quantized_weights not in ("auto", "packed", "dequantized"):

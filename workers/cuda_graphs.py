@@ -109,6 +109,8 @@ class GraphInputs:
             context_lens[:num_rows] = layout.attention.context_lens
             tables[:num_rows] = layout.attention.block_tables
         upload_into(packed, self._packed)
+        if layout is not None and layout.feed is not None:
+            layout.feed.write(self.token_ids)  # what only the device knows yet
         upload_into(tables, self._tables[:, :num_blocks])
         if layout is not None and layout.feed is not None:
             layout.feed.write(self.token_ids)

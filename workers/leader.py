@@ -79,7 +79,7 @@ def load_engine(
     identity = CacheIdentity(
         model_fingerprint=model.fingerprint,
         weights_version=config.weights_version,
-        kv_dtype=model.dtype,
+        kv_dtype=model.kv_dtype,
         block_size=config.block_size,
     )
     settings = replace(

@@ -7,6 +7,7 @@ others are told in the next step, by `append_sampled`.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportPrivateImportUsage=false
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from ..kernels.backend import KernelBackend
+from ..kernels.backend import GraphBackend, KernelBackend
 from ..kernels.cpu import CpuBackend
+from ..kernels.metadata import AttentionMetadata, HostLayout
 from ..kernels.select import BackendUnavailable, select_backend
 from ..protos.messages import SamplingParams, TokenLogprobs
 from ..scheduler.output import (
@@ -32,10 +34,12 @@ from ..scheduler.output import (
 )
 from .block_storage import BlockLayout, BlockStorage
 from .config import WorkerConfig
+from .cuda_graphs import Capture, CudaCapture, DecodeGraphs, GraphSettings, graph_sizes
+from .device_profile import LargestStep, profile_device, read_device
 from .drafts import DraftSamples
 from .grammar import GrammarTokenizer
 from .heap import unfragmented_heap
-from .input_batch import InputBatch
+from .input_batch import InputBatch, StepLayout
 from .loader import CheckpointSource, Progress, StoredWeights, open_model, resolve_folder
 from .memory import PROMPT_LOGITS_BYTES, MemoryPartition, plan_memory
 from .models.config import DecoderConfig, ModelError, UnsupportedModel
@@ -50,13 +54,16 @@ from .sharded_source import ShardedSource, local_config, plan_shards
 from .upload import upload
 from .wanted_rows import PromptReport, WantedRows, prompt_reports
 
+logger = logging.getLogger(__name__)
 
+_KV_DTYPES = {"fp8": torch.float8_e4m3fn}
 _NARROW_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What others must know of the loaded model. dtype: of weights and KV, as text."""
+    """What others must know of the loaded model. dtype: of its activations, as text; kv_dtype: of
+    its KV cache."""
 
     fingerprint: str
     vocab_size: int
@@ -68,6 +75,7 @@ class ModelInfo:
     head_dim: int
     dtype: str
     tokenizer_dir: str
+    kv_dtype: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +135,10 @@ class ModelRunner:
         self._sampler = Sampler(
             self.batch,
             GrammarTokenizer(vocabulary, model_info.vocab_size, model_info.eos_token_ids),
+            decoder.backend.filtered_weights,
         )
         self._device = device
+        self._graphs: DecodeGraphs | None = None
         self._in_flight: LaunchedStep | None = None  # the last one launched
         self._last_ended = 0.0
 
@@ -160,6 +170,10 @@ class ModelRunner:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         device = _device(config.device)
+        start = None
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # what is compiled is launched on the current one
+            start = read_device(device)
         folder = resolve_folder(config.model, config.revision)
         model, checkpoint = open_model(folder)
         max_context = _max_context(config, model)
@@ -175,21 +189,69 @@ class ModelRunner:
         # Logits are whole on the leader; all else is the rank's part.
         sized = replace(shard, vocab_size=model.vocab_size)
         sharers = spec.world_size if spec.transport is Transport.SHARED_MEMORY else 1
+        layout = BlockLayout.of(shard, config.block_size, _KV_DTYPES.get(config.kv_dtype, dtype))
+        sizes = _graph_sizes(config, shard, backend, device)
+        profile = None
+        if start is not None and config.num_blocks is None and config.kv_memory is None:
+            largest = LargestStep(
+                config.max_num_batched_tokens,
+                config.max_num_sequences,
+                max_context,
+                model.vocab_size,
+                len(sizes),
+            )
+            profile = profile_device(start, decoder, layout, largest, device)
+            logger.info("GPU: %s", profile.text)
         partition = plan_memory(
-            config, sized, max_context, device, weights, dtype.itemsize, sharers
+            config,
+            sized,
+            max_context,
+            device,
+            weights,
+            dtype.itemsize,
+            sharers,
+            layout.dtype.itemsize,
+            profile,
         )
         partition = partition.limited(*ranks.minimum(partition.sizes))
         storage = BlockStorage(
-            BlockLayout.of(shard, config.block_size, dtype),
+            layout,
             partition.num_blocks,
             partition.num_host_blocks,
             device,
             backend,
             config.faults,
+            has_null_block=bool(sizes),
         )
-        info = _model_info(model, checkpoint, dtype, max_context, folder)
+        info = _model_info(model, checkpoint, dtype, layout.dtype, max_context, folder)
         _check_same_model(ranks, info.fingerprint)
-        return cls(config, info, decoder, storage, partition, device, ranks)
+        runner = cls(config, info, decoder, storage, partition, device, ranks)
+        if sizes:
+            runner.record_decodes(sizes, CudaCapture(device))
+        return runner
+
+    def record_decodes(self, sizes: tuple[int, ...], capture: Capture) -> None:
+        """From now on steps that only decode are replayed. The storage has a null block; `capture`
+        decides what a recording is. All ranks do it together."""
+        backend, null_block = self.decoder.backend, self.storage.null_block
+        assert null_block is not None, "padded rows have no block to be written to"
+        settings = GraphSettings(
+            sizes,
+            self.config.block_size,
+            max_blocks=self.batch.block_tables.shape[1],
+            null_block=null_block,
+            device=self._device,
+        )
+        started = time.perf_counter()
+        plan = backend.plan_graph if isinstance(backend, GraphBackend) else _plan_nothing
+        self._graphs = DecodeGraphs(settings, self._forward_all, plan, capture)
+        logger.info(
+            "recorded decode steps of %d sizes in %.1f s", len(sizes), time.perf_counter() - started
+        )
+
+    @torch.inference_mode()
+    def _forward_all(self, token_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
+        return self.decoder.forward(token_ids, self.storage.layers, metadata, None)
 
     @property
     def device(self) -> torch.device:
@@ -218,6 +280,8 @@ class ModelRunner:
     @torch.inference_mode()
     def _begin(self, output: SchedulerOutput, is_ahead: bool) -> "LaunchedStep":
         started = time.perf_counter()
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # each thread has a current device of its own
         self.batch.apply(output)
         self.storage.take_fresh(output)
         self.storage.copy_on_write(output.device_copies)
@@ -298,20 +362,26 @@ class ModelRunner:
 
     def _compute(self, step: "LaunchedStep") -> None:
         output = step.output
-        inputs = self.batch.prepare(output)
+        layout = self.batch.lay_out(output)
         step.reports = prompt_reports(output, self.batch)
         drafts = DraftSamples.of(output)
-        is_decode = inputs.metadata.num_decodes == len(output.rows)
-        wanted = WantedRows.of(output, step.reports, drafts, is_decode)
-        rows = None
-        if not wanted.is_everything(len(inputs.token_ids)):
-            rows = upload(wanted.rows, self._device)
-        layers, metadata = self.storage.layers, inputs.metadata
-        hidden = self.decoder.forward(inputs.token_ids, layers, metadata, rows)
+        wanted = WantedRows.of(output, step.reports, drafts, layout.is_decode)
+        hidden = self._forward(layout, wanted)
         if step.reports:
             step.reported_hidden = hidden[wanted.num_sampled :]
         if len(output.sample_rows) > 0:
             self._sample(step, hidden, wanted, drafts)
+
+    def _forward(self, layout: StepLayout, wanted: WantedRows) -> Tensor:
+        """Hidden states of the wanted rows."""
+        rows = None
+        if not wanted.is_everything(len(layout.token_ids)):
+            rows = upload(wanted.rows, self._device)
+        if self._graphs is not None and self._graphs.holds(layout):
+            hidden = self._graphs.run(layout)
+            return hidden if rows is None else hidden[rows]
+        step = self.batch.on_device(layout)
+        return self.decoder.forward(step.token_ids, self.storage.layers, step.metadata, rows)
 
     def _sample(
         self, step: "LaunchedStep", hidden: Tensor, wanted: WantedRows, drafts: DraftSamples | None
@@ -441,6 +511,21 @@ def _load_decoder(
     return decoder, weights.num_bytes
 
 
+def _graph_sizes(
+    config: WorkerConfig, model: DecoderConfig, backend: KernelBackend, device: torch.device
+) -> tuple[int, ...]:
+    """Which decode steps are recorded; none where nothing can be. Experts are not: how many tokens
+    each gets is asked of the device."""
+    can_record = isinstance(backend, GraphBackend) and model.experts is None
+    if device.type != "cuda" or config.enforce_eager or not can_record:
+        return ()
+    return graph_sizes(config.max_num_sequences)
+
+
+def _plan_nothing(metadata: AttentionMetadata, host: HostLayout, max_num_pages: int) -> None:
+    """For a backend that works nothing out on the host."""
+
+
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -470,6 +555,7 @@ def _model_info(
     model: DecoderConfig,
     checkpoint: StoredWeights,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     max_context: int,
     folder: Path,
 ) -> ModelInfo:
@@ -484,4 +570,5 @@ def _model_info(
         head_dim=model.head_dim,
         dtype=str(dtype).removeprefix("torch."),
         tokenizer_dir=str(folder),
+        kv_dtype=str(kv_dtype).removeprefix("torch."),
     )
