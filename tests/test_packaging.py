@@ -39,4 +39,6 @@ def test_the_wheel_holds_code_and_data_and_no_tests(tmp_path: Path):
     (wheel,) = tmp_path.glob("pagefleet-*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"pagefleet/cluster/main.py", "pagefleet/protos/inference.proto"} <= names
+    page = {"index.html", "app.js", "style.css"}
+    assert {f"pagefleet/cluster/dashboard/static/{name}" for name in page} <= names
     assert not [name for name in names if name.startswith(("tests/", "pagefleet/tests/"))]
