@@ -93,6 +93,9 @@ def _replica_families(replicas: tuple[ReplicaStatus, ...]) -> Iterator[Metric]:
         recompute = replica.preemptions - replica.preemptions_swap
         families["num_preemptions"].add_metric([*place, "recompute"], recompute)
         families["num_preemptions"].add_metric([*place, "swap"], replica.preemptions_swap)
+        transfers = replica.transfers
+        families["prefix_transfers"].add_metric([*place, "done"], transfers.done)
+        families["prefix_transfers"].add_metric([*place, "failed"], transfers.failed)
         for name, label, value in _labelled_counts(replica.counters):
             families[name].add_metric([*place, label], value)
         for name, value in _plain_values(replica):
@@ -119,6 +122,11 @@ def _plain_values(replica: ReplicaStatus) -> Iterator[tuple[str, float]]:
     yield "spec_decode_num_accepted_tokens", replica.counters.accepted_tokens
     yield "hash_collisions", replica.counters.collisions_refused
     yield "replica_requests_expired", replica.counters.expired
+    yield "prefix_transfers_offered", replica.transfers_offered
+    yield "prefix_transfer_blocks", replica.transfers.blocks
+    yield "prefix_transfer_bytes", replica.transfers.num_bytes
+    yield "prefix_transfer_seconds", replica.transfers.seconds
+    yield "prefix_transfer_bandwidth_bytes_per_second", replica.transfers.bytes_per_s
     yield "copy_bandwidth_bytes_per_second", replica.copy_bytes_per_s
     yield "prefill_tokens_per_second", replica.prefill_tokens_per_s
     yield "decode_step_seconds", replica.decode_step_s
@@ -147,6 +155,11 @@ def _make_families() -> _Families:
         ("num_requests_running", "Sequences in the running batch", ()),
         ("num_requests_waiting", "Requests waiting at the replica", ()),
         ("copy_bandwidth_bytes_per_second", "Between the tiers, as measured", ()),
+        (
+            "prefix_transfer_bandwidth_bytes_per_second",
+            "Of each rank, from other replicas, as measured",
+            (),
+        ),
         ("prefill_tokens_per_second", "As measured", ()),
         ("decode_step_seconds", "As measured", ()),
         ("report_age_seconds", "Since the replica's last report", ()),
@@ -159,6 +172,11 @@ def _make_families() -> _Families:
         ("blocks_evicted", "Cached blocks dropped to make room", ("tier",)),
         ("blocks_copied", "Blocks copied to the host (store) and back (load)", ("direction",)),
         ("copies_failed", "Copies between the tiers that failed", ()),
+        ("prefix_transfers_offered", "Leases that named a replica to copy from", ()),
+        ("prefix_transfers", "Prefixes fetched from other replicas", ("outcome",)),
+        ("prefix_transfer_blocks", "Blocks that came with them", ()),
+        ("prefix_transfer_bytes", "Bytes that each rank read for them", ()),
+        ("prefix_transfer_seconds", "Time that they took", ()),
         ("copies_on_write", "Shared blocks copied before they were written", ()),
         ("spec_decode_num_draft_tokens", "Tokens guessed ahead", ()),
         ("spec_decode_num_accepted_tokens", "Guessed tokens that were right", ()),

@@ -69,6 +69,8 @@ class ClusterConfig:
     replicas, tp and all that sizes a replica: of each model.
     num_blocks / kv_memory: size of each replica's KV pool, in blocks or bytes; both None = by
         `memory_fraction`. host_memory: bytes of each replica's second tier; 0 = none.
+    prefix_transfer: copy cached prefixes from one replica to another where that is cheaper than
+        to compute them; both need a second tier.
     max_model_len: the longest sequence; None = the model's own.
     preemption_mode, admission_rule, watermark, max_num_waiting: of each replica's scheduler, for
         when blocks run out; see `SchedulerConfig`.
@@ -95,6 +97,7 @@ class ClusterConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
+    prefix_transfer: bool = True
     preemption_mode: str = "auto"
     admission_rule: str = "known-length"
     watermark: float = 0.01

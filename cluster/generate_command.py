@@ -68,6 +68,7 @@ def explain(
             "blocks",
             "batch",
             "other",
+            "copy",
             "total ms",
         )
     )
@@ -79,6 +80,7 @@ def explain(
             replica.blocks_ms,
             replica.batch_ms,
             replica.affinity_ms,
+            replica.transfer_ms,
             replica.total_ms,
         )
         hits = replica.hit_tokens + replica.host_hit_tokens

@@ -71,6 +71,9 @@ def serve(
     max_num_seqs: Annotated[int, typer.Option(help="Sequences in one batch.")] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in one step.")] = 2048,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse blocks of prefixes.")] = True,
+    prefix_transfer: Annotated[
+        bool, typer.Option(help="Copy prefixes between replicas; needs --host-memory.")
+    ] = True,
     preemption_mode: Annotated[
         str, typer.Option(help="When blocks run out: recompute, swap, or auto, the cheaper one.")
     ] = "auto",
@@ -179,6 +182,7 @@ def serve(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=enable_prefix_caching,
+        prefix_transfer=prefix_transfer,
         preemption_mode=preemption_mode,
         admission_rule=admission_rule,
         watermark=watermark,

@@ -256,6 +256,9 @@ def replica_explanation_to_proto(replica: ReplicaExplanation) -> pb.ReplicaExpla
         blocks_ms=replica.blocks_ms,
         batch_ms=replica.batch_ms,
         affinity_ms=replica.affinity_ms,
+        transfer_ms=replica.transfer_ms,
+        transfer_tokens=replica.transfer_tokens,
+        transfer_from=replica.transfer_from,
         total_ms=replica.total_ms,
     )
 
@@ -294,6 +297,11 @@ def _replica_to_proto(replica: ReplicaStatus) -> pb.ReplicaState:
         draft_tokens=replica.counters.draft_tokens,
         accepted_tokens=replica.counters.accepted_tokens,
         weights_version=replica.weights_version,
+        transfers_offered=replica.transfers_offered,
+        transfers_done=replica.transfers.done,
+        transfers_failed=replica.transfers.failed,
+        transferred_bytes=replica.transfers.num_bytes,
+        transfer_s=replica.transfers.seconds,
     )
 
 

@@ -25,8 +25,10 @@ from ..protos.messages import ClusterState, ReplicaInfo, ReplicaState
 from ..scheduler.config import AdmissionRule, PreemptionMode
 from ..workers.config import WorkerConfig
 from .config import ClusterConfig, CommandError
+from .controller import ControllerConfig
 from .controller_actor import start_controller
 from .gateway_actor import GatewayAddresses, GatewaySpec
+from .prefix_transfer import TransferConfig
 from .ray_runtime import ray_session
 from .replica import ReplicaSpec
 from .supervisor import create_supervisor
@@ -125,7 +127,7 @@ def started_cluster(config: ClusterConfig, on_progress: OnProgress) -> Generator
 
 
 def _start(config: ClusterConfig, on_progress: OnProgress, started: ExitStack) -> RunningCluster:
-    controller = cast(Actor, start_controller())
+    controller = cast(Actor, start_controller(_controller_config(config)))
     started.callback(ray.kill, controller)
     specs = _replica_specs(config)
     word = "replica" if config.replicas == 1 else "replicas"
@@ -211,6 +213,12 @@ def worker_config(config: ClusterConfig, num_threads: int, *, on_gpu: bool) -> W
         faults=config.faults,
         num_threads=num_threads,
     )
+
+
+def _controller_config(config: ClusterConfig) -> ControllerConfig:
+    settings = ControllerConfig()
+    transfer = TransferConfig(enabled=config.prefix_transfer)
+    return replace(settings, late_binding=replace(settings.late_binding, transfer=transfer))
 
 
 def _start_replicas(supervisor: Actor) -> tuple[ReplicaInfo, ...]:

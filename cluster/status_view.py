@@ -43,9 +43,11 @@ def replica_table(state: pb.GetClusterStateResponse) -> Table:
     where there are some, weights only once they have been updated."""
     has_models = len({replica.model for replica in state.replicas}) > 1
     has_drafts = any(replica.draft_tokens for replica in state.replicas)
+    has_transfers = any(r.transfers_done or r.transfers_failed for r in state.replicas)
     has_versions = any(replica.weights_version for replica in state.replicas)
     headers = ["replica", "state", "running", "waiting", "leased", "prefix hits", "preempted"]
-    headers += ["guessed right"] * has_drafts + ["weights"] * has_versions
+    headers += ["guessed right"] * has_drafts + ["prefixes copied"] * has_transfers
+    headers += ["weights"] * has_versions
     headers += ["model"] * has_models
     table = make_table(headers)
     for replica in state.replicas:
@@ -60,7 +62,8 @@ def replica_table(state: pb.GetClusterStateResponse) -> Table:
         )
         guesses = f"{replica.accepted_tokens:,} of {replica.draft_tokens:,}"
         version = str(replica.weights_version)
-        optional = [guesses] * has_drafts + [version] * has_versions
+        copied = f"{replica.transfers_done:,}, {replica.transferred_bytes / 2**20:,.0f} MiB"
+        optional = [guesses] * has_drafts + [copied] * has_transfers + [version] * has_versions
         table.add_row(*row, *optional, *[replica.model] * has_models)
     return table
 

@@ -291,7 +291,7 @@ class TierState(_message.Message):
     def __init__(self, clean: _Optional[int] = ..., cached_idle: _Optional[int] = ..., referenced: _Optional[int] = ..., fenced: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class ReplicaState(_message.Message):
-    __slots__ = ("replica_id", "incarnation", "model", "state", "device", "host", "num_running", "num_waiting", "leased_blocks", "available_blocks", "query_tokens", "hit_tokens", "preemptions", "report_age_s", "node_id", "draft_tokens", "accepted_tokens", "weights_version")
+    __slots__ = ("replica_id", "incarnation", "model", "state", "device", "host", "num_running", "num_waiting", "leased_blocks", "available_blocks", "query_tokens", "hit_tokens", "preemptions", "report_age_s", "node_id", "draft_tokens", "accepted_tokens", "weights_version", "transfers_offered", "transfers_done", "transfers_failed", "transferred_bytes", "transfer_s")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -310,6 +310,11 @@ class ReplicaState(_message.Message):
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_OFFERED_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_DONE_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FAILED_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERRED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     incarnation: str
     model: str
@@ -328,7 +333,12 @@ class ReplicaState(_message.Message):
     draft_tokens: int
     accepted_tokens: int
     weights_version: int
-    def __init__(self, replica_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[str] = ..., device: _Optional[_Union[TierState, _Mapping]] = ..., host: _Optional[_Union[TierState, _Mapping]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., available_blocks: _Optional[int] = ..., query_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., report_age_s: _Optional[float] = ..., node_id: _Optional[str] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., weights_version: _Optional[int] = ...) -> None: ...
+    transfers_offered: int
+    transfers_done: int
+    transfers_failed: int
+    transferred_bytes: int
+    transfer_s: float
+    def __init__(self, replica_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[str] = ..., device: _Optional[_Union[TierState, _Mapping]] = ..., host: _Optional[_Union[TierState, _Mapping]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., available_blocks: _Optional[int] = ..., query_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., report_age_s: _Optional[float] = ..., node_id: _Optional[str] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., weights_version: _Optional[int] = ..., transfers_offered: _Optional[int] = ..., transfers_done: _Optional[int] = ..., transfers_failed: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ...) -> None: ...
 
 class GetClusterStateResponse(_message.Message):
     __slots__ = ("replicas", "queued_requests", "queued_tokens", "granted", "refused", "expired", "policy", "uptime_s")
@@ -505,7 +515,7 @@ class ClusterUpdate(_message.Message):
     def __init__(self, state: _Optional[_Union[GetClusterStateResponse, _Mapping]] = ..., pools: _Optional[_Iterable[_Union[PoolMap, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[WaitingState, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[LeaseState, _Mapping]]] = ..., num_leases: _Optional[int] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., prefixes: _Optional[_Iterable[_Union[PrefixNode, _Mapping]]] = ..., rates: _Optional[_Union[RecentRates, _Mapping]] = ...) -> None: ...
 
 class ReplicaExplanation(_message.Message):
-    __slots__ = ("replica_id", "eligible", "hit_tokens", "host_hit_tokens", "available_blocks", "prefill_ms", "load_ms", "queue_ms", "blocks_ms", "batch_ms", "affinity_ms", "total_ms")
+    __slots__ = ("replica_id", "eligible", "hit_tokens", "host_hit_tokens", "available_blocks", "prefill_ms", "load_ms", "queue_ms", "blocks_ms", "batch_ms", "affinity_ms", "total_ms", "transfer_ms", "transfer_tokens", "transfer_from")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ELIGIBLE_FIELD_NUMBER: _ClassVar[int]
     HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -518,6 +528,9 @@ class ReplicaExplanation(_message.Message):
     BATCH_MS_FIELD_NUMBER: _ClassVar[int]
     AFFINITY_MS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FROM_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     eligible: bool
     hit_tokens: int
@@ -530,7 +543,10 @@ class ReplicaExplanation(_message.Message):
     batch_ms: float
     affinity_ms: float
     total_ms: float
-    def __init__(self, replica_id: _Optional[str] = ..., eligible: bool = ..., hit_tokens: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., available_blocks: _Optional[int] = ..., prefill_ms: _Optional[float] = ..., load_ms: _Optional[float] = ..., queue_ms: _Optional[float] = ..., blocks_ms: _Optional[float] = ..., batch_ms: _Optional[float] = ..., affinity_ms: _Optional[float] = ..., total_ms: _Optional[float] = ...) -> None: ...
+    transfer_ms: float
+    transfer_tokens: int
+    transfer_from: str
+    def __init__(self, replica_id: _Optional[str] = ..., eligible: bool = ..., hit_tokens: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., available_blocks: _Optional[int] = ..., prefill_ms: _Optional[float] = ..., load_ms: _Optional[float] = ..., queue_ms: _Optional[float] = ..., blocks_ms: _Optional[float] = ..., batch_ms: _Optional[float] = ..., affinity_ms: _Optional[float] = ..., total_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., transfer_tokens: _Optional[int] = ..., transfer_from: _Optional[str] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
     __slots__ = ("model", "prompt_tokens", "policy", "decision", "reason", "replica_id", "lease_blocks", "expected_output_tokens", "expected_wait_s", "queue_position", "replicas")

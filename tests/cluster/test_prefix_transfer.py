@@ -16,6 +16,7 @@ from cluster_factories import (
 
 from pagefleet.cluster.controller import Controller
 from pagefleet.cluster.late_binding import LateBindingConfig
+from pagefleet.cluster.metrics import GatewayMetrics
 from pagefleet.cluster.prefix_transfer import (
     NOWHERE,
     Fetches,
@@ -24,6 +25,10 @@ from pagefleet.cluster.prefix_transfer import (
     exchange_group,
     fetch_prices,
     price_fetches,
+)
+from pagefleet.cluster.proto_conversion import (
+    cluster_state_to_proto,
+    replica_explanation_to_proto,
 )
 from pagefleet.protos.messages import (
     AdmissionClass,
@@ -251,3 +256,23 @@ def test_baselines_know_no_transfers() -> None:
     a.store(*HASHES)
     tell(controller, a, 1.0, **BUSY)
     assert reserve(controller).transfer is None
+
+
+def test_status_explanation_and_metrics_tell_of_transfers() -> None:
+    controller, _, b = make_pair()
+    stats = TransferStats(done=3, failed=1, blocks=70, num_bytes=1 << 20, seconds=0.5)
+    tell(controller, b, 1.1, transfers=stats)
+    explained = controller.explain(ask(), 1.1)
+    assert isinstance(explained, Explanation)
+    reserve(controller, now=1.1)
+    costs = replica_explanation_to_proto(explained.replicas[1])
+    assert (costs.transfer_from, costs.transfer_tokens) == ("a", NUM_TOKENS)
+    assert costs.transfer_ms > 0.0
+    state = controller.cluster_state(1.1)
+    status = cluster_state_to_proto(state).replicas[1]
+    assert (status.transfers_offered, status.transfers_done, status.transfers_failed) == (1, 3, 1)
+    assert (status.transferred_bytes, status.transfer_s) == (1 << 20, 0.5)
+    text = GatewayMetrics().render(state).decode()
+    place = 'model_name="m",outcome="done",replica="b"'
+    assert f"pagefleet_prefix_transfers_total{{{place}}} 3.0" in text
+    assert 'pagefleet_prefix_transfer_blocks_total{model_name="m",replica="b"} 70.0' in text
