@@ -84,6 +84,15 @@ class _RopeArgs(ctypes.Structure):
     )
 
 
+class _FilterArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "weights", "temperature")),
+        *((name, c_void_p) for name in ("top_k", "top_p", "min_p")),
+        *((name, c_int64) for name in ("rows", "vocab", "logits_stride")),
+        ("threads", c_int32),
+    )
+
+
 _P, _I, _L, _F = c_void_p, c_int32, c_int64, c_float
 _SIGNATURES: dict[str, list[type]] = {
     "pf_advise_huge_pages": [_P, _L],
@@ -97,6 +106,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "pf_add_rms_norm": [_P, _P, _P, _P, _L, _L, _F, _I, _I],
     "pf_silu_and_mul": [_P, _P, _L, _L, _I, _I],
     "pf_gelu_tanh_and_mul": [_P, _P, _L, _L, _I, _I],
+    "pf_filter_logits": [_P],
     "pf_copy_slots": [_P, _P, _P, _P, _L, _L, _L, _L, _I],
     "pf_copy_blocks": [_P, _P, _P, _P, _L, _L],
 }
@@ -509,7 +519,27 @@ class CpuBackend:
         return out
 
     def filtered_weights(self, logits: Tensor, params: DrawParams) -> Tensor:
-        return self._reference.filtered_weights(logits, params)
+        assert logits.dtype == torch.float32 and logits.stride(1) == 1, f"{logits.stride()}"
+        rows, vocab_size = logits.shape
+        weights = torch.empty(rows, vocab_size)
+        given = [
+            part.contiguous()
+            for part in (params.temperature, params.top_k, params.top_p, params.min_p)
+        ]
+        self._library.pf_filter_logits(
+            ctypes.byref(
+                _FilterArgs(
+                    logits.data_ptr(),
+                    weights.data_ptr(),
+                    *(part.data_ptr() for part in given),
+                    rows,
+                    vocab_size,
+                    logits.stride(0),
+                    self.num_threads,
+                )
+            )
+        )
+        return weights
 
     def copy_slots(self, pool: Tensor, sources: Tensor, targets: Tensor, num_slots: Tensor) -> None:
         assert pool.is_contiguous(), "blocks are copied as one piece per plane"

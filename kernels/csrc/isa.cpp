@@ -3,6 +3,7 @@
 #include "attention.cpp"
 #include "elementwise.cpp"
 #include "linear.cpp"
+#include "sampling.cpp"
 
 namespace pagefleet {
 namespace PF_ISA {
@@ -10,7 +11,7 @@ namespace PF_ISA {
 extern const KernelTable kernel_table = {
     packed_bytes,   pack_linear, pack_codes,   unpack_rows,  linear, attention,
     rope_and_cache, rms_norm,    add_rms_norm, silu_and_mul, gelu_tanh_and_mul,
-    sum,            kPanel,
+    filter_logits,  sum,         kPanel,
 };
 
 }  // namespace PF_ISA

@@ -55,6 +55,16 @@ struct AttentionArgs {
   int32_t dtype, threads;
 };
 
+struct FilterArgs {
+  const float* logits;  // [rows, vocab], rows logits_stride apart
+  float* weights;       // [rows, vocab], contiguous
+  const float* temperature;
+  const int64_t* top_k;  // 0 = off
+  const float *top_p, *min_p;  // 1 and 0 = off
+  int64_t rows, vocab, logits_stride;
+  int32_t threads;
+};
+
 struct RopeArgs {
   const void *q, *k, *v;  // token strides below, heads contiguous
   void* q_out;            // [tokens, heads, head_dim], contiguous
@@ -85,6 +95,7 @@ struct KernelTable {
                        int32_t threads);
   void (*gelu_tanh_and_mul)(const void* gate_up, void* out, int64_t rows, int64_t ffn,
                             int32_t dtype, int32_t threads);
+  void (*filter_logits)(const FilterArgs*);
   float (*sum)(const float* x, int64_t count);
   int64_t panel;  // columns of a panel
 };

@@ -139,6 +139,8 @@ PF_EXPORT void pf_gelu_tanh_and_mul(const void* gate_up, void* out, int64_t rows
   kernels().gelu_tanh_and_mul(gate_up, out, rows, ffn, dtype, threads);
 }
 
+PF_EXPORT void pf_filter_logits(const FilterArgs* args) { kernels().filter_logits(args); }
+
 // Copies the first num_slots[i] slots of block sources[i] to block targets[i], over all layers.
 // planes: layers * 2; the other sizes in bytes.
 PF_EXPORT void pf_copy_slots(char* pool, const int64_t* sources, const int64_t* targets,

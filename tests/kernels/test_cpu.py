@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagefleet.kernels import cpu
+from pagefleet.kernels import cpu, sampling
 from pagefleet.kernels.cpu import CpuBackend
 from pagefleet.kernels.metadata import AttentionMetadata
 from pagefleet.kernels.quantized_weight import QuantizedWeight
 from pagefleet.kernels.reference import ReferenceBackend
+from pagefleet.kernels.sampling import DrawParams
 
 INSTRUCTION_SETS = ["portable", "avx2", "avx512", "avx512_bf16"]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -420,3 +421,66 @@ def test_packed_codes_take_their_bits_and_scales_and_no_more(backend: CpuBackend
     symmetric = backend.pack_quantized(QuantizedWeight(codes, scales, scales * 8, 128, 4))
     assert symmetric.num_bytes == 256 * 1024 // 2 + 256 * 8 * 4
     assert backend.pack_linear(torch.zeros(256, 1024)).num_bytes == 256 * 1024 * 4
+
+
+def make_draw(rows: int, **limits: float) -> DrawParams:
+    """Parameters that are the same for all rows, but for the uniforms."""
+    return DrawParams(
+        temperature=torch.full((rows,), limits.get("temperature", 1.0)),
+        top_k=torch.full((rows,), int(limits.get("top_k", 0))),
+        top_p=torch.full((rows,), limits.get("top_p", 1.0)),
+        min_p=torch.full((rows,), limits.get("min_p", 0.0)),
+        uniforms=torch.rand(rows),
+    )
+
+
+@pytest.mark.parametrize("vocab_size", [1, 13, 512, 5003])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {},
+        {"temperature": 0.3},
+        {"temperature": 1e-9},
+        {"top_k": 1},
+        {"top_k": 40, "temperature": 2.0},
+        {"top_k": 4000},
+        {"top_p": 0.9},
+        {"top_p": 0.99, "temperature": 5.0},
+        {"top_p": 1e-6},
+        {"min_p": 0.1},
+        {"top_k": 200, "top_p": 0.7, "min_p": 0.02},
+    ],
+    ids=str,
+)
+def test_filters_keep_and_draw_what_their_twin_does(
+    backend: CpuBackend, vocab_size: int, limits: dict[str, float]
+) -> None:
+    torch.manual_seed(17)
+    logits = torch.randn(19, vocab_size + 3)[:, :vocab_size] * 3
+    logits[1] = 0.5  # equals: the lowest ids stay
+    logits[2, ::2] = float("-inf")
+    logits[2, 0] = 1.0
+    params = make_draw(19, **limits)
+    kept = backend.filtered_weights(logits, params)
+    expected = sampling.filtered_weights(logits, params)
+    torch.testing.assert_close(kept, expected, rtol=1e-5, atol=1e-30)
+    drawn = sampling.sample(logits, params, backend.filtered_weights)
+    assert torch.equal(drawn, sampling.sample(logits, params))
+
+
+def test_a_row_is_filtered_by_its_own_limits(backend: CpuBackend) -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).repeat(4, 1)
+    params = DrawParams(
+        temperature=torch.ones(4),
+        top_k=torch.tensor([0, 2, 0, 0]),
+        top_p=torch.tensor([1.0, 1.0, 0.5, 1.0]),
+        min_p=torch.tensor([0.0, 0.0, 0.0, 0.1]),
+        uniforms=torch.zeros(4),
+    )
+    kept = backend.filtered_weights(logits, params) > 0
+    assert kept.tolist() == [
+        [True, True, True, True],
+        [False, True, False, True],
+        [False, True, False, False],
+        [False, True, True, True],
+    ]
