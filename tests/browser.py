@@ -38,14 +38,7 @@ os.dup2(int(sys.argv[1]), 3)
 os.dup2(int(sys.argv[2]), 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
-_POLL_JS = """new Promise((resolve, reject) => {
-  const end = Date.now() + %d;
-  const look = () => {
-    try { const found = (%s); if (found) return resolve(found); } catch (error) {}
-    if (Date.now() > end) reject(new Error("never true")); else setTimeout(look, 20);
-  };
-  look();
-})"""
+_LOOK_S = 0.02  # between two looks at the page
 
 
 class PageError(Exception):
@@ -131,11 +124,19 @@ class Browser:
         return reply["result"].get("value")
 
     async def until(self, condition: str, timeout_s: float = 15.0) -> object:
-        """Wait until an expression is true on the page; it may not be there yet."""
+        """Wait until an expression is true on the page; neither may be there yet."""
+        problem: object = "it is false"
         try:
-            return await self.run(_POLL_JS % (1000 * timeout_s, condition))
-        except PageError as error:
-            raise PageError(f"{condition}: {error}; problems: {self.problems}") from None
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        if found := await self.run(condition):
+                            return found
+                    except PageError as error:
+                        problem = error
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError:
+            raise PageError(f"{condition}: {problem}; the page: {self.problems}") from None
 
     async def press(self, key: str) -> None:
         """A key, as from a keyboard."""

@@ -209,6 +209,7 @@ async def test_asks_for_a_key_and_keeps_it_in_the_tab(browser) -> None:
         assert await browser.run("sessionStorage.length") == 0
 
 
+@pytest.mark.slow
 async def test_shows_64_pools_of_100_000_blocks(browser) -> None:
     async with Dashboard(64, 100_000, 20_000) as dashboard:
         await browser.open(dashboard.url, width=1680, height=1500)
