@@ -39,6 +39,7 @@ from .model_pool import Grant, ModelPool
 from .policies import make_policy
 from .prefix_forest import Run
 from .replica_view import ReplicaView
+from .served_models import ServedModels
 from .weights_orders import WeightsOrders
 
 _WATCHDOG_STEPS = 20  # a step may take so many times its usual length before it counts as stuck
@@ -98,10 +99,7 @@ class Controller:
         self._rng = rng
         self._started_at = now
         self._looked_at = -math.inf
-        # By model: the pool that new requests go to, then those of other weights that some replica
-        # still has, or that requests still wait for.
-        self._pools: dict[str, list[ModelPool]] = {}
-        self._aliases: dict[str, str] = {}
+        self._models = ServedModels(self._make_pool)
         self._views: dict[str, tuple[ModelPool, ReplicaView]] = {}
         self._dead: dict[tuple[str, str], float] = {}
         self._weights = WeightsOrders(LAST_DRAIN_S)
@@ -125,13 +123,11 @@ class Controller:
             if known[1].info.incarnation == info.incarnation:
                 return ReportReply(needs_snapshot=known[1].needs_snapshot)
             self._remove(info.replica_id, now)
-        pool = self._pool_for(info, card)
+        pool = self._models.pool_for(info, card)
         view = pool.pool.add(info, card, now)
         self._weights.note_registered(info)
         view.drain(self._drained.get(info.replica_id), now)
         self._views[info.replica_id] = (pool, view)
-        for alias in card.aliases:
-            self._aliases[alias] = info.model
         self._elect(info.model, now)
         return view.reply(now, needs_snapshot=True)
 
@@ -197,11 +193,9 @@ class Controller:
         drain_s: how long streams may go on at the last replica of the weights they began with.
         Raises ModelNotFound.
         """
-        name = self._aliases.get(model, model)
-        if name not in self._pools:
-            raise ModelNotFound(model, tuple(sorted(self._pools)))
+        name = self._models.name_of(model)
         wanted = self._weights.wanted(name)
-        versions = [pool.identity.weights_version for pool in self._pools[name]]
+        versions = [pool.identity.weights_version for pool in self._models.of(name)]
         version = 1 + max([*versions, 0 if wanted is None else wanted.version])
         self._weights.give(name, checkpoint, version, drain_s)
         self._roll(now)
@@ -215,9 +209,7 @@ class Controller:
         """Every replica (of the model, if one is named) is to forget what it has cached, on all
         tiers; the order's number. Raises ModelNotFound.
         """
-        name = self._aliases.get(model, model)
-        if name and name not in self._pools:
-            raise ModelNotFound(model, tuple(sorted(self._pools)))
+        name = self._models.name_of(model) if model else ""
         self._num_resets += 1
         for _, view in self._views.values():
             if not name or view.info.model == name:
@@ -322,7 +314,7 @@ class Controller:
             self.declare_dead(info.replica_id, now)
         self._roll(now)
         self._forget_gateways(now)
-        for pool in self._all_pools():
+        for pool in self._models:
             records, refused = pool.expire(now)
             for record in records:
                 self._forget_lease(record)
@@ -338,7 +330,7 @@ class Controller:
 
     def next_wakeup(self, now: float) -> float | None:
         """When `tick` should be called next, at the latest; None = nothing is pending."""
-        wakeups = [pool.next_wakeup(now) for pool in self._all_pools()]
+        wakeups = [pool.next_wakeup(now) for pool in self._models]
         return min((moment for moment in wakeups if moment is not None), default=None)
 
     # Looking
@@ -346,12 +338,12 @@ class Controller:
     def model_cards(self) -> tuple[ModelCard, ...]:
         """One per model that a replica serves, or would once somebody asks."""
         holds = self.config.admission.hold_s > 0.0
-        current = [pools[0] for pools in self._pools.values()]
+        current = self._models.current.values()
         return tuple(pool.card for pool in current if holds or pool.pool.replicas)
 
     def cluster_state(self, now: float) -> ClusterState:
         """Everything that a status page shows."""
-        pools = self._all_pools()
+        pools = tuple(self._models)
         return ClusterState(
             replicas=tuple(status for pool in pools for status in pool.pool.statuses(now)),
             queued_requests=sum(len(pool.queue) for pool in pools),
@@ -372,7 +364,7 @@ class Controller:
     def watch(self, now: float) -> ClusterView:
         """All that a dashboard shows but the prefixes. Its cost is worth it for some seconds."""
         self._decisions.watch(now)
-        pools = tuple(self._all_pools())
+        pools = tuple(self._models)
         return make_view(pools, self.cluster_state(now), self._decisions.views(now), now)
 
     def recent_prompts(self) -> tuple[ReserveRequest, ...]:
@@ -385,17 +377,17 @@ class Controller:
 
     def pools(self) -> dict[str, ModelPool]:
         """By model, those that new requests go to."""
-        return {model: pools[0] for model, pools in self._pools.items()}
+        return self._models.current
 
     def pools_of(self, model: str) -> tuple[ModelPool, ...]:
         """Those of one model, one for each set of weights."""
-        return tuple(self._pools.get(model, ()))
+        return self._models.of(model)
 
     def check_integrity(self) -> None:
         """Assert that the parts and the maps between them agree."""
-        for pool in self._all_pools():
+        for pool in self._models:
             pool.check_integrity()
-        waiting = sum(len(pool.queue) for pool in self._all_pools())
+        waiting = sum(len(pool.queue) for pool in self._models)
         entries = self._entries.values()
         assert waiting == sum(entry.waiting is not None for entry in entries)
         for key, entry in self._entries.items():
@@ -410,28 +402,14 @@ class Controller:
 
     def _pool_of(self, request: ReserveRequest, now: float) -> ModelPool | Refused:
         """Where it has to go: what has begun goes on with the weights it began with."""
-        now_served = self._pools.get(self._aliases.get(request.model, request.model))
-        if now_served is None:
+        try:
+            pool = self._models.find(request.model, request.weights)
+        except ModelNotFound:
             return self._refuse_unknown_model(request, now)
-        if request.weights is None:
-            return now_served[0]
-        for pool in now_served:
-            if pool.identity.weights == request.weights and (
-                pool.num_serving or pool is now_served[0]
-            ):
-                return pool
-        return _refused_replaced(request)
+        return pool or _refused_replaced(request)
 
-    def _all_pools(self) -> list[ModelPool]:
-        return [pool for pools in self._pools.values() for pool in pools]
-
-    def _pool_for(self, info: ReplicaInfo, card: ModelCard) -> ModelPool:
-        pools = self._pools.setdefault(info.model, [])
-        for pool in pools:
-            if pool.identity == info.identity:
-                pool.card = card
-                return pool
-        pool = ModelPool(
+    def _make_pool(self, info: ReplicaInfo, card: ModelCard) -> ModelPool:
+        return ModelPool(
             info.model,
             info.identity.block_size,
             make_policy(self.config.policy, self.config.late_binding),
@@ -442,14 +420,11 @@ class Controller:
             info.identity,
             card,
         )
-        if pools:
-            pool.lengths = pools[0].lengths  # outputs of other weights are as long
-        pools.append(pool)
-        return pool
 
     def _roll(self, now: float) -> None:
         """Take out the next replica whose weights are to be replaced; it comes again with them."""
-        for model, pools in self._pools.items():
+        for model in self._models.names:
+            pools = self._models.of(model)
             views = [view for pool in pools for view in pool.pool.replicas.values()]
             turn = self._weights.next_turn(model, views)
             if turn is not None:
@@ -460,21 +435,14 @@ class Controller:
                 self._elect(model, now)
 
     def _elect(self, model: str, now: float) -> None:
-        """New requests go where most replicas serve, of equals to the newest weights."""
-        pools = self._pools[model]
-        if len(pools) == 1:
-            return
-        before = pools[0]
-        pools.sort(key=_precedence, reverse=True)
-        if pools[0] is not before:
-            self._transfer(before, pools[0], now)
-        for pool in pools[1:]:
-            if not pool.num_serving:  # what waits for these weights waits in vain
-                for waiting in list(pool.queue):
-                    self._refuse_waiting(pool, waiting, _refused_replaced(waiting.request))
-        self._pools[model] = [
-            pool for pool in pools if pool is pools[0] or pool.pool.replicas or len(pool.queue)
-        ]
+        """Where new requests go may have changed, and for whom there is nobody left."""
+        election = self._models.elect(model)
+        if election.after is not election.before:
+            self._transfer(election.before, election.after, now)
+        for pool in election.forsaken:
+            for waiting in list(pool.queue):
+                self._refuse_waiting(pool, waiting, _refused_replaced(waiting.request))
+        self._models.forget_empty(model)
 
     def _transfer(self, old: ModelPool, new: ModelPool, now: float) -> None:
         """Who waits and has not begun may begin with other weights."""
@@ -582,7 +550,7 @@ class Controller:
         if now - self._started_at < self.config.restart_grace_s:
             reason = "no replica of this model has registered yet"
             return _refused(request, "Unavailable", reason, _UNKNOWN_MODEL_RETRY_S)
-        served = ", ".join(sorted(self._pools)) or "none"
+        served = ", ".join(self._models.names) or "none"
         reason = f"model {request.model!r} is not served here; served: {served}"
         return _refused(request, "ModelNotFound", reason)
 
@@ -614,10 +582,6 @@ class Controller:
         ]
         for key, attempt in gone:
             self.release(key, attempt, now)
-
-
-def _precedence(pool: ModelPool) -> tuple[int, int]:
-    return pool.num_serving, pool.identity.weights_version
 
 
 def _superseded(request: ReserveRequest) -> Refused:
