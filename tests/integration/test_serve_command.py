@@ -1,15 +1,21 @@
 """`pagefleet serve` as a user runs it: its own process, its own Ray, and a clean end."""
 
+import gzip
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import psutil
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from pagefleet.cluster.client import Client
 from pagefleet.cluster.llm import LLM
@@ -21,10 +27,53 @@ PAGEFLEET = str(Path(sys.executable).parent / "pagefleet")
 SERVE = (PAGEFLEET, "serve", "--grpc-port", "0", "--http-port", "0", "--json")
 
 
+class Collector(ThreadingHTTPServer):
+    """Takes spans as an OpenTelemetry collector does."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Receiver)
+        self.spans: list[tuple[str, Span]] = []  # each with its service's name
+        Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def take(self, request: ExportTraceServiceRequest) -> None:
+        for resource in request.resource_spans:
+            names = {entry.key: entry.value for entry in resource.resource.attributes}
+            for scope in resource.scope_spans:
+                service = names["service.name"].string_value
+                self.spans += [(service, span) for span in scope.spans]
+
+
+class _Receiver(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if self.headers.get("content-encoding") == "gzip":
+            body = gzip.decompress(body)
+        self.server.take(ExportTraceServiceRequest.FromString(body))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
 @pytest.fixture
-def serving(tiny_model: Path) -> Iterator[subprocess.Popen[str]]:
+def collector() -> Iterator[Collector]:
+    made = Collector()
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+@pytest.fixture
+def serving(tiny_model: Path, collector: Collector) -> Iterator[subprocess.Popen[str]]:
     command = [*SERVE, "--model", str(tiny_model), "--replicas", "1", "--num-blocks", "64"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    command += ["--otlp-endpoint", collector.endpoint]
+    environment = os.environ | {"OTEL_BSP_SCHEDULE_DELAY": "200"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         yield process
         if process.poll() is None:
             process.kill()
@@ -48,7 +97,28 @@ def watch_until_interrupted(server: tuple[str, ...]) -> None:
             top.kill()
 
 
-def test_serve_answers_and_ends_with_zero(serving: subprocess.Popen[str]):
+def check_one_trace_for_each_request(collector: Collector) -> None:
+    """From three processes; who is whose child says that they belong together."""
+    by_id = {span.span_id: (service, span) for service, span in collector.spans}
+    roots = {span.trace_id for service, span in collector.spans if not span.parent_span_id}
+    assert len(roots) >= 9, "one for generate, eight for bench"
+    for child, parent in (
+        (("controller", "controller.decide"), ("gateway", "controller.reserve")),
+        (("engine", "engine.request"), ("gateway", "engine.generate")),
+    ):
+        found = [
+            span
+            for service, span in collector.spans
+            if (service, span.name) == (f"pagefleet-{child[0]}", child[1])
+        ]
+        assert len({span.trace_id for span in found}) >= 9
+        for span in found:
+            service, above = by_id[span.parent_span_id]
+            assert (service, above.name) == (f"pagefleet-{parent[0]}", parent[1])
+            assert above.trace_id == span.trace_id in roots
+
+
+def test_serve_answers_and_ends_with_zero(serving: subprocess.Popen[str], collector: Collector):
     assert serving.stdout is not None
     facts = json.loads(serving.stdout.readline())
     (replica,) = facts["replicas"]
@@ -73,6 +143,7 @@ def test_serve_answers_and_ends_with_zero(serving: subprocess.Popen[str]):
     gone, alive = psutil.wait_procs(children, timeout=20)
     assert not alive
     assert gone
+    check_one_trace_for_each_request(collector)
 
 
 def test_serve_that_cannot_start_says_why_and_leaves_nothing(tiny_model: Path, tmp_path: Path):
