@@ -104,8 +104,10 @@ def test_the_demo_answers(
         try:
             args = config["applications"][0]["args"]
             assert answer(f"127.0.0.1:{args['grpc_port']}", run) == 5
-            probe(heartbeats)
-            probe(heartbeats, "--ready")
+            until = time.monotonic() + START_S
+            while not is_fine(heartbeats, "--ready"):  # the last beat may be a second old
+                assert time.monotonic() < until
+            assert is_fine(heartbeats)
         finally:
             run.send_signal(signal.SIGINT)
             run.wait(timeout=60)
@@ -124,8 +126,7 @@ def answer(address: str, run: "subprocess.Popen[bytes]") -> int:
                 time.sleep(0.5)
 
 
-def probe(heartbeats: Path, *flags: str) -> None:
+def is_fine(heartbeats: Path, *flags: str) -> bool:
     command = [str(BIN / "pagefleet"), "probe", "--heartbeats", str(heartbeats), *flags]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert "gateway-" in result.stdout
+    return result.returncode == 0 and "gateway-" in result.stdout
