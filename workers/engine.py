@@ -378,9 +378,11 @@ class Engine:
             sink(self._steps_done, deltas)
         except Exception:
             # The edge between readers: one whose sink breaks loses its own requests only.
-            logger.exception("a sink failed; its requests are cancelled")
-            for key in [key for key, live in self._requests.items() if live.sink == sink]:
-                self.cancel(key)
+            lost = [live.request for live in self._requests.values() if live.sink == sink]
+            fields = {"request_ids": [request.request_id for request in lost]}
+            logger.exception("a sink failed; its requests are cancelled", extra={"fields": fields})
+            for request in lost:
+                self.cancel(request.request_key)
 
     # -- engine thread: the end --------------------------------------------------------------
 

@@ -1,9 +1,11 @@
 """The engine's loop around the real scheduler, with an executor that has no model."""
 
+import json
 import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 from engine_fakes import (
@@ -21,6 +23,7 @@ from pagefleet.protos.messages import EngineRequest, FinishReason, SequenceDelta
 from pagefleet.scheduler.output import CopyDone, CopyJob, CopyKind, SchedulerOutput
 from pagefleet.scheduler.scheduler import Scheduler
 from pagefleet.workers.engine import Engine
+from pagefleet.workers.json_log import JsonFormatter
 
 MakeEngine = Callable[..., Engine]
 
@@ -218,7 +221,7 @@ def test_a_lease_the_leader_refuses_is_overload(make_engine: MakeEngine) -> None
 
 
 def test_a_request_that_trips_over_a_bug_does_not_take_the_loop(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler, recorder = make_scheduler(), Recorder()
     add = scheduler.add_request
@@ -230,12 +233,15 @@ def test_a_request_that_trips_over_a_bug_does_not_take_the_loop(
 
     monkeypatch.setattr(scheduler, "add_request", stumble)
     engine = make_engine(scheduler, FakeExecutor())
-    engine.submit(make_request("odd"), recorder)
+    engine.submit(replace(make_request("odd"), request_id="mine"), recorder)
     engine.submit(make_request("good"), recorder)
     recorder.wait_for(lambda: recorder.ends("good"))
     assert recorder.ends("odd")[0].error_class == "InternalError"
     assert recorder.tokens("odd") == []
     assert engine.failure is None
+    line = json.loads(JsonFormatter().format(caplog.records[-1]))
+    assert (line["request_id"], line["level"]) == ("mine", "error")
+    assert "OverflowError" in line["exception"]
 
 
 def test_a_step_that_breaks_ends_everyone_and_the_engine(make_engine: MakeEngine) -> None:
