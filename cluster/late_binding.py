@@ -43,9 +43,11 @@ class LateBindingConfig:
     of the head start,
     seconds waited to the power age_power. affinity_weight, affinity_full_weight: how often a hit
     counts when weighing a busy replica, and how much more often where all pools are full: a second
-    copy of a prefix then drives out something else. hold_after_s, hold_after_waits: who has waited
-    longer than the first plus so many times the recent mean wait gets a replica held. transfer:
-    when a prefix is copied from another replica instead of computed.
+    copy of a prefix then drives out something else. hold_after_s, hold_after_waits: who has
+    waited longer than the first plus so many times the recent mean wait gets a replica held.
+    settle_after_s: who has waited so long, plus hold_after_waits times that mean, takes a replica
+    that is free: the busy one that it would rather have may never have room. transfer: when a
+    prefix is copied from another replica instead of computed.
     """
 
     start_slack_s: float = 0.0
@@ -58,6 +60,7 @@ class LateBindingConfig:
     age_power: float = 1.5
     affinity_weight: float = 1.4
     affinity_full_weight: float = 1.5
+    settle_after_s: float = 5.0
     hold_after_s: float = 15.0
     hold_after_waits: float = 3.0
     transfer: TransferConfig = field(default_factory=TransferConfig)
@@ -76,7 +79,8 @@ class Hold:
 class Contenders:
     """Requests to weigh: one a row [num_rows, 1], hits [num_rows, num_slots]; or one alone, as
     scalars, its hits [num_slots]. hits: tokens on the device. durations: seconds. sources: slots
-    that could send most of each, and how many tokens; None where nobody exchanges blocks."""
+    that could send most of each, and how many tokens; None where nobody exchanges blocks.
+    may_wait: whether it may stay in the queue for a busy replica."""
 
     tokens: FloatArray | float
     needs: IntArray | int
@@ -84,6 +88,7 @@ class Contenders:
     hits: FloatArray
     host_hits: FloatArray | None
     sources: tuple[IntArray | int, FloatArray | float] | None = None
+    may_wait: BoolArray | bool = True
 
 
 @dataclass(slots=True)
@@ -243,6 +248,7 @@ class LateBinding:
             fits[:, slots == hold.slot] &= (now + queue.durations[rows] <= hold.fits_at)[:, None]
         if not fits.any():
             return None
+        waited = now - queue.since[some_rows, None]
         contenders = Contenders(
             queue.tokens[some_rows, None],
             queue.needs[some_rows, None],
@@ -250,9 +256,10 @@ class LateBinding:
             queue.hits[some_rows, : replicas.num_slots],
             queue.host_hits[some_rows, : replicas.num_slots] if queue.has_host_hits else None,
             self._sources(queue, replicas, some_rows),
+            waited <= self.config.settle_after_s + self.config.hold_after_waits * queue.mean_wait_s,
         )
         costs = self._costs_s(contenders, replicas, some_slots, now)
-        costs -= self.config.age_weight * self._head_start(now - queue.since[some_rows, None])
+        costs -= self.config.age_weight * self._head_start(waited)
         costs[~fits] = np.inf
         best = int(costs.argmin())
         if costs.flat[best] == np.inf:
@@ -298,7 +305,7 @@ class LateBinding:
             costs += self._scarcity_s(contenders, replicas.total[:count][slots], scarce)
         later = self._better_later(replicas, tokens, hits, slots, now, fetches)
         if later is not None:
-            costs[later] = np.inf
+            costs[later & contenders.may_wait] = np.inf
         return costs
 
     def _head_start(self, waited: FloatArray) -> FloatArray:

@@ -89,15 +89,18 @@ class ConsistentHash(Baseline):
     def cost_ms(self, request: RoutedRequest, replicas: ReplicaColumns, now: float) -> FloatArray:
         depth = _depth_of(self._prefix_tokens, request)
         key = request.route_hashes[depth - 1] if depth else request.key.encode()
-        digest = xxhash.xxh3_64_intdigest
-        ranks = np.array(
-            [digest(key + slot.to_bytes(4, "little")) >> 12 for slot in range(replicas.num_slots)],
-            dtype=np.float64,
-        )
+        ranks = _shuffled(key, replicas.num_slots)
         active = replicas.active[: replicas.num_slots]
         mean = (active[request.candidates].sum() + 1) / max(1, int(request.candidates.sum()))
         over = active + 1 > np.ceil(self._bound * mean)
         return ranks + np.where(over, 2.0**60, 0.0)
+
+
+def _shuffled(key: bytes, num_slots: int) -> FloatArray:
+    """Ranks that put the slots in an order of the key's own."""
+    digest = xxhash.xxh3_64_intdigest
+    ranks = [digest(key + slot.to_bytes(4, "little")) >> 12 for slot in range(num_slots)]
+    return np.array(ranks, dtype=np.float64)
 
 
 def _depth_of(tokens: int, request: RoutedRequest) -> int:
@@ -215,7 +218,9 @@ class SglangCacheAware(Baseline):
             return active
         depth, holders = self._tree.longest(request.route_hashes, _candidate_mask(request))
         if _match_share(request, depth) > self._least_match:
-            return _only(np.fromiter(bits(holders), dtype=np.int64), np.zeros(len(active)))
+            # A node of its tree names its holders in an arbitrary order that never changes.
+            order = _shuffled(request.route_hashes[depth - 1], len(active))
+            return _only(np.fromiter(bits(holders), dtype=np.int64), order)
         return active
 
     def placed(self, request: RoutedRequest, slot: int) -> None:

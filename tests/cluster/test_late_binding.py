@@ -64,6 +64,16 @@ def test_it_waits_for_a_busy_replica_that_would_still_be_sooner() -> None:
     assert choose(make_queue([0.0, 99.0]), columns) == ("q0", 0)
 
 
+def test_nobody_waits_for_long_for_a_replica_that_may_never_have_room() -> None:
+    columns = make_columns(2)
+    columns.set_available(1, 0)
+    queue = make_queue([0.0, 99.0], arrived=[0.0])
+    columns.work_end[1] = 4.05  # busy again and again
+    assert choose(queue, columns, now=4.0) is None
+    columns.work_end[1] = 5.15
+    assert choose(queue, columns, now=5.1) == ("q0", 0)
+
+
 def test_nothing_starts_where_another_prefill_runs() -> None:
     assert choose(make_queue([0.0]), make_columns(1, work_end=[1.0])) is None
 

@@ -131,6 +131,25 @@ def test_sglang_switches_to_the_shortest_queue_when_unbalanced() -> None:
     assert choice(policy, make_routed("d", chain=5), columns) == 2
 
 
+def test_sglang_sends_one_prefix_to_one_of_its_holders() -> None:
+    policy, columns = policy_named("sglang"), make_columns()
+    for slot in range(4):
+        policy.placed(make_routed(), slot)
+    assert len({choice(policy, make_routed(f"q{n}"), columns) for n in range(8)}) == 1
+    for slot in range(4):
+        for chain in range(1, 9):
+            policy.placed(make_routed(chain=chain), slot)
+    homes = {choice(policy, make_routed(f"r{n}", chain=n), columns) for n in range(1, 9)}
+    assert len(homes) > 1
+
+
+def test_ray_prefix_counts_text_beyond_the_last_hash() -> None:
+    policy, columns = policy_named("ray-prefix"), make_columns(2)
+    policy.placed(make_routed("a", [0.0] * 2, chain=1, tokens=5120), 0)
+    policy.placed(make_routed("b", [0.0] * 2, chain=2, tokens=5120 + 100), 1)
+    assert choice(policy, make_routed("c", [0.0] * 2, chain=3), columns) == 0
+
+
 def test_dynamo_adds_prefill_blocks_and_blocks_in_use() -> None:
     columns = make_columns(pinned=[0, 9, 0, 0], prefill_tokens=[0, 0, 512 * 12, 512])
     request = make_routed(hits=[0.0, 4096.0, 4096.0, 0.0])
