@@ -143,7 +143,8 @@ class RequestLife:
             counters.preemptions_swap += 1
         else:
             counters.preemptions_recompute += 1
-            if sequence.owes_prompt_logprobs:
+            # With its first token in flight the prompt is computed, and will have been told.
+            if sequence.owes_prompt_logprobs and not self._batch.num_pending[row]:
                 sequence.prompt_logprobs.clear()
         self.vacate(sequence)
         sequence.num_preemptions += 1
@@ -180,6 +181,8 @@ class RequestLife:
         if sequence.row is None:
             self.forget_swapped(sequence)
             return
+        if sequence.owes_prompt_logprobs:
+            sequence.prompt_logprobs.clear()
         self.vacate(sequence)
         self._queue.add(sequence)
         self._books.leases.settle(sequence.request)
@@ -189,6 +192,8 @@ class RequestLife:
         if sequence.swapped is not None:
             self._queue.remove(sequence)
             self._books.tier.drop(sequence)
+            if sequence.owes_prompt_logprobs and not sequence.num_pending:
+                sequence.prompt_logprobs.clear()
             self._queue.add(sequence)
 
     # ── ending ────────────────────────────────────────────────────────────────────────────

@@ -21,7 +21,7 @@ _MIN_CHANCE = 0.2
 _FIRST_CHANCE = 0.5
 _WEIGHT = 0.15  # of one guess in the running mean
 _MAX_PAUSE = 32  # steps: what is tried all the same costs a thirtieth of a position each
-_MAX_MISS_PAUSE = 16
+_MAX_MISS_PAUSE = 32
 _NEVER = np.iinfo(np.int32).max
 
 

@@ -64,7 +64,10 @@ class StepResults:
     ) -> None:
         for sequence_id in record.row_ids[record.output.rows == row].tolist():
             sequence = self._life.sequences.get(sequence_id)
-            if sequence is not None and sequence.owes_prompt_logprobs and sequence.row == row:
+            if sequence is None or not sequence.owes_prompt_logprobs:
+                continue
+            # Without its row it keeps what it does not compute again.
+            if sequence.row == row or sequence.num_pending or sequence.swapped is not None:
                 room = sequence.num_prompt_tokens - len(sequence.prompt_logprobs)
                 sequence.prompt_logprobs += list(entries)[:room]
 

@@ -232,6 +232,15 @@ class Episode:
                     is_whole = len(sample.tokens) == len(oracle)
                     was_cut = sample.last is not None and not sample.last.token_ids
                     assert is_whole or was_cut, f"{key}: {sample}\n{oracle}"
+                    self._compare_prompt_logprobs(request, start.index, sample)
+
+    def _compare_prompt_logprobs(self, request: EngineRequest, index: int, sample: Sample) -> None:
+        told = [entry for delta in sample.deltas for entry in delta.prompt_logprobs]
+        if index == 0 and request.sampling.prompt_logprobs is not None and sample.tokens:
+            found = [entry and entry.token_ids[0] for entry in told]
+            assert found == [None, *request.prompt_token_ids[1:]], f"{request}: {sample}"
+        else:
+            assert not told or index == 0, f"{request}: {sample}"
 
     def _compare_beams(self, key: tuple[str, int], sample: Sample, oracle: list[int]) -> None:
         """Hypotheses are told whole, at the end; who lost a beam to the pool has others."""

@@ -36,7 +36,8 @@ class WorkerConfig:
         see `SchedulerConfig`.
     speculative: "off", or "ngram": guess from what a sequence has said before, up to
         num_speculative_tokens ahead, where prompt_lookup_min to prompt_lookup_max of its last
-        tokens stood before. Answers are the same, sooner where text repeats itself.
+        tokens stood before. Answers are the same, sooner where text repeats itself. Beams and
+        outputs with a grammar are not guessed.
     deterministic: logits do not depend on batch, chunk or row count.
     num_threads: None = torch's default.
     overlap_steps: schedule a step while the one before it runs; None = on a GPU only, since on

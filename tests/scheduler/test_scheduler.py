@@ -167,6 +167,29 @@ def test_prompt_logprobs_compute_every_position(run_ahead):
         assert cluster.cached_tokens(request) == 0
 
 
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("num_steps", range(1, 7))
+def test_prompt_logprobs_survive_preemption_with_a_step_in_flight(mode, num_steps):
+    cluster = Cluster(
+        run_ahead=True,
+        block_size=4,
+        num_host_blocks=32,
+        max_num_batched_tokens=8,
+        preemption_mode=mode,
+    )
+    request = cluster.add(20, prompt_logprobs=1, max_tokens=6)
+    for _ in range(num_steps):
+        cluster.step()
+    assert cluster.in_flight
+    cluster.scheduler._life.preempt(cluster.scheduler._batch.sequence(0))
+    cluster.scheduler.check_integrity()
+    cluster.run()
+    cluster.assert_oracle()
+    sample = cluster.sample(request)
+    told = [entry for delta in sample.deltas for entry in delta.prompt_logprobs]
+    assert [entry and entry.token_ids[0] for entry in told] == [None, *range(2, 21)]
+
+
 def test_prompt_logprobs_survive_preemption_in_the_prompt():
     cluster = Cluster(block_size=4, num_blocks=12, max_num_batched_tokens=4, watermark=0.0)
     cluster.add(16, max_tokens=28)

@@ -168,6 +168,57 @@ def test_shutdown_sends_the_ranks_home(
     assert group.closed
 
 
+def test_a_launched_step_tells_the_tokens_of_the_one_before_it(
+    executor: TensorParallelExecutor, group: ScriptedGroup
+) -> None:
+    results = [executor.launch(step(number, sample_rows=(0,))) for number in (1, 2)]
+    assert [result().token_ids.tolist() for result in results] == [[101], [102]]
+    assert [message.previous_tokens.tolist() for message in group.sent] == [[], [101]]
+    executor.shutdown()
+
+
+class DeviceRunner:
+    """Notes what it is asked; a step that is launched has not ended."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self.calls: list[tuple[str, int]] = []
+
+    def launch(self, output: SchedulerOutput) -> SchedulerOutput:
+        self.calls.append(("launch", output.step))
+        return output
+
+    def finish(self, launched: SchedulerOutput) -> ModelRunnerOutput:
+        self.calls.append(("finish", launched.step))
+        return ModelRunnerOutput(launched.step)
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        self.calls.append(("execute", output.step))
+        return ModelRunnerOutput(output.step)
+
+    def close(self) -> None:
+        self.calls.append(("close", 0))
+
+
+def test_a_gpu_is_told_of_a_step_before_the_one_before_it_has_ended() -> None:
+    runner = DeviceRunner("cuda")
+    executor = LocalExecutor(runner)  # pyright: ignore
+    first, second = executor.launch(step(1)), executor.launch(step(2))
+    assert [first().step, second().step] == [1, 2]
+    executor.shutdown()
+    steps = [("launch", 1), ("launch", 2), ("finish", 1), ("finish", 2)]
+    assert runner.calls == [*steps, ("close", 0)]
+
+
+def test_on_the_cpu_a_thread_computes_launched_steps_in_order() -> None:
+    runner = DeviceRunner("cpu")
+    executor = LocalExecutor(runner)  # pyright: ignore
+    results = [executor.launch(step(number)) for number in (1, 2)]
+    assert [result().step for result in results] == [1, 2]
+    executor.shutdown()
+    assert runner.calls == [("execute", 1), ("execute", 2), ("close", 0)]
+
+
 def test_one_rank_needs_no_orders() -> None:
     runner = ScriptedRunner(SingleRank())
     assert isinstance(make_executor(runner), LocalExecutor)  # pyright: ignore
