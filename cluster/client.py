@@ -11,6 +11,7 @@ proto only; it needs nothing of a cluster but its address.
 """
 
 from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import aclosing, closing
 from types import TracebackType
 from typing import TypeVar
 
@@ -122,19 +123,10 @@ class Client:
     ) -> Generator[Completion]:
         """The answer as it comes. Closing the iterator cancels the request."""
         request, metadata = generate_request(prompt, sampling, model, options)
-        method = self._channel.unary_stream(
-            f"{_SERVICE}GenerateStream",
-            request_serializer=pb.GenerateRequest.SerializeToString,
-            response_deserializer=pb.GenerateResponse.FromString,
-        )
-        call = method(request, timeout=timeout_s, metadata=(*self._metadata, *metadata))
-        try:
-            for response in call:
+        stream = self._stream("GenerateStream", request, pb.GenerateResponse, timeout_s, metadata)
+        with closing(stream) as responses:
+            for response in responses:
                 yield completion_from(response)
-        except grpc.RpcError as error:
-            raise error_of(error) from error
-        finally:
-            call.cancel()
 
     def chat(
         self,
@@ -178,18 +170,8 @@ class Client:
 
     def watch_cluster(self, period_s: float | None = None) -> Generator[pb.ClusterUpdate]:
         """All that a dashboard shows, each period. Closing the iterator ends it."""
-        method = self._channel.unary_stream(
-            f"{_SERVICE}WatchCluster",
-            request_serializer=serialize,
-            response_deserializer=pb.ClusterUpdate.FromString,
-        )
-        call = method(pb.WatchClusterRequest(period_s=period_s), metadata=tuple(self._metadata))
-        try:
-            yield from call
-        except grpc.RpcError as error:
-            raise error_of(error) from error
-        finally:
-            call.cancel()
+        request = pb.WatchClusterRequest(period_s=period_s)
+        yield from self._stream("WatchCluster", request, pb.ClusterUpdate)
 
     def explain(
         self,
@@ -225,6 +207,28 @@ class Client:
         kind = pb.UpdateWeightsResponse
         answer = self._call("UpdateWeights", request, kind, service=_ADMIN_SERVICE)
         return answer.weights_version
+
+    def _stream(
+        self,
+        name: str,
+        request: Message,
+        response_type: type[ResponseT],
+        timeout_s: float | None = None,
+        metadata: Metadata = (),
+    ) -> Generator[ResponseT]:
+        """The messages of a call; it is cancelled when the generator is closed."""
+        method = self._channel.unary_stream(
+            f"{_SERVICE}{name}",
+            request_serializer=serialize,
+            response_deserializer=response_type.FromString,
+        )
+        call = method(request, timeout=timeout_s, metadata=(*self._metadata, *metadata))
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+        finally:
+            call.cancel()
 
     def _call(
         self,
@@ -305,19 +309,10 @@ class AsyncClient:
     ) -> AsyncGenerator[Completion]:
         """The answer as it comes. Closing the iterator cancels the request."""
         request, metadata = generate_request(prompt, sampling, model, options)
-        method = self._channel.unary_stream(
-            f"{_SERVICE}GenerateStream",
-            request_serializer=pb.GenerateRequest.SerializeToString,
-            response_deserializer=pb.GenerateResponse.FromString,
-        )
-        call = method(request, timeout=timeout_s, metadata=(*self._metadata, *metadata))
-        try:
-            async for response in call:
+        stream = self._stream("GenerateStream", request, pb.GenerateResponse, timeout_s, metadata)
+        async with aclosing(stream) as responses:
+            async for response in responses:
                 yield completion_from(response)
-        except grpc.RpcError as error:
-            raise error_of(error) from error
-        finally:
-            call.cancel()
 
     async def chat(
         self,
@@ -363,19 +358,10 @@ class AsyncClient:
         self, period_s: float | None = None
     ) -> AsyncGenerator[pb.ClusterUpdate]:
         """All that a dashboard shows, each period. Closing the iterator ends it."""
-        method = self._channel.unary_stream(
-            f"{_SERVICE}WatchCluster",
-            request_serializer=serialize,
-            response_deserializer=pb.ClusterUpdate.FromString,
-        )
-        call = method(pb.WatchClusterRequest(period_s=period_s), metadata=tuple(self._metadata))
-        try:
-            async for update in call:
+        request = pb.WatchClusterRequest(period_s=period_s)
+        async with aclosing(self._stream("WatchCluster", request, pb.ClusterUpdate)) as updates:
+            async for update in updates:
                 yield update
-        except grpc.RpcError as error:
-            raise error_of(error) from error
-        finally:
-            call.cancel()
 
     async def explain(
         self,
@@ -413,6 +399,29 @@ class AsyncClient:
         kind = pb.UpdateWeightsResponse
         answer = await self._call("UpdateWeights", request, kind, service=_ADMIN_SERVICE)
         return answer.weights_version
+
+    async def _stream(
+        self,
+        name: str,
+        request: Message,
+        response_type: type[ResponseT],
+        timeout_s: float | None = None,
+        metadata: Metadata = (),
+    ) -> AsyncGenerator[ResponseT]:
+        """The messages of a call; it is cancelled when the generator is closed."""
+        method = self._channel.unary_stream(
+            f"{_SERVICE}{name}",
+            request_serializer=serialize,
+            response_deserializer=response_type.FromString,
+        )
+        call = method(request, timeout=timeout_s, metadata=(*self._metadata, *metadata))
+        try:
+            async for response in call:
+                yield response
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+        finally:
+            call.cancel()
 
     async def _call(
         self,
