@@ -17,6 +17,8 @@ import grpc.aio
 from ..protos import engine_pb2
 from ..protos.codec import decode_delta, encode_engine_request
 from ..protos.messages import EngineRequest, Lease, SequenceDelta
+from ..workers import stream_tls
+from ..workers.stream_tls import StreamTls
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,15 @@ class ReplicaLost(Exception):
 def insecure_channel(address: str) -> grpc.aio.Channel:
     """A plaintext channel with pings."""
     return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+
+
+def secure_channels(tls: StreamTls) -> ChannelFactory:
+    """Channels with pings on which both ends show certificates of the cluster's authority."""
+    credentials, options = (
+        tls.channel_credentials(),
+        (*_CHANNEL_OPTIONS, *stream_tls.CHANNEL_OPTIONS),
+    )
+    return lambda address: grpc.aio.secure_channel(address, credentials, options=options)
 
 
 class EngineClient:

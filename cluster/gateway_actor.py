@@ -19,6 +19,7 @@ from ..workers.json_log import write_logs_as_json
 from ..workers.process_identity import ProcessIdentity, this_process
 from ..workers.tracing import tracing_from_environment
 from .controller_client import RayControllerClient
+from .engine_client import ChannelFactory, insecure_channel, secure_channels
 from .gateway import Gateway
 from .gateway_servers import GatewayAddresses, GatewayServers
 from .model_catalog import OnDemand
@@ -116,6 +117,7 @@ class GatewayActor:
             self._controller,
             tracing=self._tracing,
             on_demand=self._spec.on_demand,
+            make_channel=_channels(self._spec.security),
         )
         servers = GatewayServers(gateway, self._spec.security)
         spec = self._spec
@@ -138,6 +140,11 @@ class GatewayActor:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _channels(security: GatewaySecurity | None) -> ChannelFactory:
+    tls = None if security is None else security.streams
+    return insecure_channel if tls is None else secure_channels(tls)
 
 
 def start_gateway(controller: ActorHandle[object], spec: GatewaySpec) -> ActorHandle[object]:

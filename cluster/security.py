@@ -1,26 +1,32 @@
 """How a gateway is guarded, as plain values: what `pagefleet serve` was told, for the gateway.
 
-Travels to the gateway's process, so it holds files' names and hashes, never a key.
+Travels to the gateway's process, so it holds files' names and hashes, never a client's key.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..workers.stream_tls import StreamTls
 from .access import Access
 from .api_keys import ApiKey, KeyRing, SecurityError, keys_from_environment
-from .tls import TlsError, TlsFiles, check_files
+from .inner_tls import make_stream_tls, stream_tls_from
+from .tls import NO_INNER_TLS, InnerTlsFiles, TlsError, TlsFiles, check_files
 
 __all__ = ["GatewaySecurity", "SecurityError", "security_from"]
 
 
 @dataclass(frozen=True, slots=True)
 class GatewaySecurity:
-    """No keys and no key file: everybody may do everything. No tls: plaintext."""
+    """No keys and no key file: everybody may do everything. No tls: plaintext.
+
+    streams: TLS of the streams to the replicas, which have it in their own settings.
+    """
 
     keys: tuple[ApiKey, ...] = ()
     key_file: Path | None = None
     tls: TlsFiles | None = None
+    streams: StreamTls | None = None
 
     @property
     def has_keys(self) -> bool:
@@ -37,6 +43,12 @@ class GatewaySecurity:
         if self.tls is not None:
             check_files(self.tls)
 
+    def with_streams(self) -> "GatewaySecurity":
+        """With certificates made for the streams where clients have TLS and nobody gave any."""
+        if self.tls is None or self.streams is not None:
+            return self
+        return replace(self, streams=make_stream_tls())
+
 
 def security_from(
     environment: Mapping[str, str],
@@ -45,6 +57,7 @@ def security_from(
     tls_cert: Path | None = None,
     tls_key: Path | None = None,
     tls_client_ca: Path | None = None,
+    inner_tls: InnerTlsFiles = NO_INNER_TLS,
 ) -> GatewaySecurity:
     """Out of a command's options and environment. Raises KeysError and TlsError."""
     if (tls_cert is None) != (tls_key is None):
@@ -56,6 +69,7 @@ def security_from(
         ca = None if tls_client_ca is None else tls_client_ca.resolve()
         tls = TlsFiles(tls_cert.resolve(), tls_key.resolve(), ca)
     file = None if api_key_file is None else api_key_file.resolve()
-    security = GatewaySecurity(keys_from_environment(environment), file, tls)
+    streams = stream_tls_from(inner_tls)
+    security = GatewaySecurity(keys_from_environment(environment), file, tls, streams)
     security.check()
     return security

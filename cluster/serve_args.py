@@ -5,10 +5,13 @@ file. Names and meanings are those of `pagefleet serve` where there is a flag fo
 nothing of Ray.
 """
 
+from pathlib import Path
+
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .config import ClusterConfig, CommandError, name_models, parse_bytes
 from .default_model import NAME
+from .tls import InnerTlsFiles
 
 LOOPBACK = "127.0.0.1"
 
@@ -156,6 +159,18 @@ class ServeArgs(ModelArgs):
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_client_ca: str | None = None
+    inner_tls_cert: str | None = None
+    """Of the streams to replicas, made out to the DNS name pagefleet-stream, on every node; with
+    its key, and the authority of both ends. Without them the streams are plaintext."""
+    inner_tls_key: str | None = None
+    inner_tls_ca: str | None = None
+
+    @property
+    def inner_tls(self) -> InnerTlsFiles:
+        """Files of every node: certificate, key, authority."""
+        names = (self.inner_tls_cert, self.inner_tls_key, self.inner_tls_ca)
+        certificate, key, authority = (None if name is None else Path(name) for name in names)
+        return certificate, key, authority
 
     @property
     def models(self) -> tuple[ModelArgs, ...]:

@@ -124,6 +124,7 @@ def _security(args: ServeArgs) -> GatewaySecurity:
         tls_cert=_path(args.tls_cert),
         tls_key=_path(args.tls_key),
         tls_client_ca=_path(args.tls_client_ca),
+        inner_tls=args.inner_tls,
     )
 
 

@@ -23,12 +23,14 @@ from ray.exceptions import RayError
 from ray.util.placement_group import get_current_placement_group
 from rich.console import Console
 
+from .inner_tls import stream_tls_from
 from .replica import RayReplica, ReplicaSpec
 from .serve import worker_config
 from .serve_args import ModelArgs, ServeArgs
 from .serve_command import resolve_models
 from .serve_controller import shared_controller
 from .supervisor import RayControllerNotices, Supervisor
+from .tls import NO_INNER_TLS, InnerTlsFiles
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,9 @@ class ServeReplica:
         self._args = args
         self._controller = cast("ActorHandle[object]", shared_controller(context.app_name, args))
         # a model may have to be fetched first
-        self._spec = await asyncio.to_thread(replica_spec, model, context.replica_id.unique_id)
+        self._spec = await asyncio.to_thread(
+            replica_spec, model, context.replica_id.unique_id, args.inner_tls
+        )
         placement = get_current_placement_group()
         assert placement is not None, "Serve places the ranks"
         self._supervisor = Supervisor(
@@ -87,11 +91,17 @@ class ServeReplica:
         return False
 
 
-def replica_spec(model: ModelArgs, unique_id: str) -> ReplicaSpec:
+def replica_spec(
+    model: ModelArgs, unique_id: str, inner_tls: InnerTlsFiles = NO_INNER_TLS
+) -> ReplicaSpec:
     """A replica of the model, of an id that none had before; the default model is fetched."""
     resolved = resolve_models(model.cluster_config(), Console(stderr=True))
     config = worker_config(resolved, max(1, int(model.num_cpus)), on_gpu=model.num_gpus > 0)
-    config = replace(config, weights_version=model.weights_version)
+    config = replace(
+        config,
+        weights_version=model.weights_version,
+        stream_tls=stream_tls_from(inner_tls),
+    )
     return ReplicaSpec(
         f"{model.name}-{unique_id}",
         model.name,

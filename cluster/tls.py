@@ -21,6 +21,11 @@ class TlsError(SecurityError):
     """The files are no usable certificate and key."""
 
 
+# PEM files of the streams inside the cluster: certificate, key, authority.
+InnerTlsFiles = tuple[Path | None, Path | None, Path | None]
+NO_INNER_TLS: InnerTlsFiles = (None, None, None)
+
+
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
     """PEM files. client_ca: clients need a certificate that one of these has signed (mTLS)."""

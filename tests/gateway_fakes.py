@@ -14,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from view_factories import make_cluster_view
 
 from pagefleet.cluster.chat_template import ChatTemplate
+from pagefleet.cluster.engine_client import EngineStream
 from pagefleet.cluster.gateway import Gateway, Generation
 from pagefleet.cluster.generation import GenerateCall, merge_deltas
 from pagefleet.cluster.generation_run import RetryPolicy
@@ -35,6 +36,8 @@ from pagefleet.protos.messages import (
     ReplicaState,
     ReplicaStatus,
     ReserveRequest,
+    SampleStart,
+    SamplingParams,
     SequenceDelta,
     Ticket,
     TokenLogprobs,
@@ -42,6 +45,7 @@ from pagefleet.protos.messages import (
 )
 from pagefleet.workers.engine_server import EngineServer
 from pagefleet.workers.live_request import DeltaSink, LiveRequest
+from pagefleet.workers.stream_tls import StreamTls
 
 MAX_CONTEXT = 512
 BOS, EOS = "<s>", "</s>"
@@ -294,7 +298,9 @@ async def _pump(
 class FakeLeader:
     """A replica: scripted engine, real engine server, flaky port."""
 
-    def __init__(self, replica_id: str, script: Script = seeded_script) -> None:
+    def __init__(
+        self, replica_id: str, script: Script = seeded_script, tls: StreamTls | None = None
+    ) -> None:
         self.replica_id = replica_id
         self.incarnation = f"{replica_id}-life-1"
         self.engine = ScriptedEngine(script)
@@ -302,7 +308,11 @@ class FakeLeader:
         self.address = ""
         self.is_dead = False
         self.server = EngineServer(
-            self.engine, incarnation=self.incarnation, stream_secret="s3cret", grace_s=0.5
+            self.engine,
+            incarnation=self.incarnation,
+            stream_secret="s3cret",
+            grace_s=0.5,
+            tls=tls,
         )
         self._task: asyncio.Task[None] | None = None
 
@@ -323,6 +333,31 @@ class FakeLeader:
         await asyncio.gather(self._task, return_exceptions=True)
         await self.port.stop()
         await self.server.stop(0)
+
+
+def lease_of(leader: FakeLeader, **changes: object) -> Lease:
+    """A lease that the leader accepts."""
+    lease = Lease(
+        1, "k", 1, "r0", leader.incarnation, leader.address, "s3cret", 4, 0, expires_in_s=5.0
+    )
+    return replace(lease, **changes)
+
+
+def engine_request(key: str, max_tokens: int = 5) -> EngineRequest:
+    """One sample of so many tokens."""
+    sampling = SamplingParams(seed=1, max_tokens=max_tokens)
+    return EngineRequest(key, (1, 2), sampling, (SampleStart(0),))
+
+
+async def read_tokens(stream: EngineStream) -> list[int]:
+    """Until the end; deltas must come in order."""
+    tokens: list[int] = []
+    while True:
+        for delta in await stream.next_deltas():
+            assert delta.first_position == len(tokens)
+            tokens += delta.token_ids
+            if delta.finish_reason is not None:
+                return tokens
 
 
 @dataclass

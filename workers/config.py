@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from ..scheduler.config import AdmissionRule, PreemptionMode, SchedulerConfig
 from .faults import Faults
+from .stream_tls import StreamTls
 
 SPECULATIVE_METHODS = ("off", "ngram")
 
@@ -42,6 +43,7 @@ class WorkerConfig:
     num_threads: None = torch's default.
     overlap_steps: schedule a step while the one before it runs; None = on a GPU only, since on
         the CPU the scheduler would take its time from the same cores.
+    stream_tls: of the streams that gateways open; None = plaintext.
     faults: what goes wrong on purpose, in tests.
     """
 
@@ -76,6 +78,7 @@ class WorkerConfig:
     deterministic: bool = False
     num_threads: int | None = None
     overlap_steps: bool | None = None
+    stream_tls: StreamTls | None = None
     faults: Faults = field(default_factory=Faults)
 
     def __post_init__(self) -> None:

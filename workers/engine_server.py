@@ -24,6 +24,7 @@ from .engine import Engine
 from .gateway_session import GatewaySession
 from .live_request import DeltaSink, error_deltas
 from .request_spans import RequestSpans
+from .stream_tls import StreamTls
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class EngineServer:
 
     Args:
         grace_s: how long a gateway's sequences run on after its stream broke.
+        tls: of the streams; None = plaintext.
         max_messages: messages kept for a gateway that is away or slow; beyond, it is dropped.
         spans: of traced requests; None = nothing is traced.
     """
@@ -102,6 +104,7 @@ class EngineServer:
         stream_secret: str,
         grace_s: float = 2.0,
         max_messages: int = 4096,
+        tls: StreamTls | None = None,
         spans: RequestSpans | None = None,
     ) -> None:
         self._spans = spans
@@ -110,6 +113,7 @@ class EngineServer:
         self._secret = stream_secret.encode()
         self._grace_s = grace_s
         self._max_messages = max_messages
+        self._tls = tls
         self._attachments: dict[str, _Attachment] = {}
         self._server: grpc.aio.Server | None = None
 
@@ -129,7 +133,11 @@ class EngineServer:
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, {"Attach": handler}),)
         )
-        bound_port = server.add_insecure_port(f"{host}:{port}")
+        address = f"{host}:{port}"
+        if self._tls is None:
+            bound_port = server.add_insecure_port(address)
+        else:
+            bound_port = server.add_secure_port(address, self._tls.server_credentials())
         await server.start()
         self._server = server
         return f"{host}:{bound_port}"

@@ -148,6 +148,7 @@ class Leader:
             self._engine,
             incarnation=incarnation,
             stream_secret=stream_secret,
+            tls=loaded.runner.config.stream_tls,
             spans=None if tracing is None else RequestSpans(tracing, replica_id),
         )
         self._loop = LoopThread("pagefleet-leader")

@@ -2,15 +2,13 @@
 
 import asyncio
 import functools
-from dataclasses import replace
 
 import grpc.aio
 import pytest
-from gateway_fakes import FakeLeader, until
+from gateway_fakes import FakeLeader, engine_request, lease_of, read_tokens, until
 
 from pagefleet.cluster import engine_client
 from pagefleet.cluster.engine_client import EngineClient, ReplicaLost
-from pagefleet.protos.messages import EngineRequest, Lease, SampleStart, SamplingParams
 
 
 @pytest.fixture
@@ -28,31 +26,9 @@ async def client():
     await made.close()
 
 
-def lease_of(leader: FakeLeader, **changes: object) -> Lease:
-    lease = Lease(
-        1, "k", 1, "r0", leader.incarnation, leader.address, "s3cret", 4, 0, expires_in_s=5.0
-    )
-    return replace(lease, **changes)
-
-
-def request(key: str, max_tokens: int = 5) -> EngineRequest:
-    sampling = SamplingParams(seed=1, max_tokens=max_tokens)
-    return EngineRequest(key, (1, 2), sampling, (SampleStart(0),))
-
-
-async def read_all(stream) -> list[int]:
-    tokens: list[int] = []
-    while True:
-        for delta in await stream.next_deltas():
-            assert delta.first_position == len(tokens)
-            tokens += delta.token_ids
-            if delta.finish_reason is not None:
-                return tokens
-
-
 async def test_many_requests_share_one_stream(leader, client):
-    streams = [client.submit(lease_of(leader), request(f"k{i}", i)) for i in range(1, 30)]
-    lengths = [len(await read_all(stream)) for stream in streams]
+    streams = [client.submit(lease_of(leader), engine_request(f"k{i}", i)) for i in range(1, 30)]
+    lengths = [len(await read_tokens(stream)) for stream in streams]
     assert lengths == list(range(1, 30))
     assert leader.port.num_connections == 1
 
@@ -66,22 +42,22 @@ async def test_many_requests_share_one_stream(leader, client):
     ],
 )
 async def test_a_leader_that_is_not_there_loses_the_request(leader, client, changes, reason):
-    stream = client.submit(lease_of(leader, **changes), request("k"))
+    stream = client.submit(lease_of(leader, **changes), engine_request("k"))
     with pytest.raises(ReplicaLost, match=reason):
         await stream.next_deltas()
     assert not leader.engine.submitted
 
 
 async def test_after_a_loss_the_next_request_attaches_anew(leader, client):
-    lost = client.submit(lease_of(leader, stream_secret="wrong"), request("a"))
+    lost = client.submit(lease_of(leader, stream_secret="wrong"), engine_request("a"))
     with pytest.raises(ReplicaLost):
         await lost.next_deltas()
-    assert len(await read_all(client.submit(lease_of(leader), request("b")))) == 5
+    assert len(await read_tokens(client.submit(lease_of(leader), engine_request("b")))) == 5
 
 
 async def test_cancel_is_sent_once_and_nothing_comes_after(leader, client):
     leader.engine.token_budget = 3
-    stream = client.submit(lease_of(leader), request("k", 50))
+    stream = client.submit(lease_of(leader), engine_request("k", 50))
     assert await stream.next_deltas()
     stream.close(cancel=True)
     await until(lambda: leader.engine.cancelled, leader.engine.changed)
@@ -92,8 +68,8 @@ async def test_a_cancel_that_was_lost_with_the_stream_is_repeated(leader, client
     """Another request on the link brings it back; the first one's cancel comes with it."""
     engine = leader.engine
     engine.gate.clear()
-    first = client.submit(lease_of(leader), request("first", 50))
-    second = client.submit(lease_of(leader), request("second", 5))
+    first = client.submit(lease_of(leader), engine_request("first", 50))
+    second = client.submit(lease_of(leader), engine_request("second", 5))
     await until(lambda: len(engine.submitted) == 2, engine.changed)
     leader.port.flowing.clear()
     first.close(cancel=True)
@@ -103,14 +79,14 @@ async def test_a_cancel_that_was_lost_with_the_stream_is_repeated(leader, client
     await until(lambda: engine.cancelled, engine.changed)
     assert engine.cancelled == ["first"]
     engine.gate.set()
-    assert len(await read_all(second)) == 5
+    assert len(await read_tokens(second)) == 5
     assert len(engine.submitted) == 2, "the second was sent again and recognised"
 
 
 async def test_closing_the_client_ends_what_waits(leader):
     client = EngineClient("gw")
     leader.engine.gate.clear()
-    stream = client.submit(lease_of(leader), request("k"))
+    stream = client.submit(lease_of(leader), engine_request("k"))
     await until(lambda: leader.engine.submitted, leader.engine.changed)
     await client.close()
     with pytest.raises(ReplicaLost):
@@ -128,7 +104,7 @@ async def test_a_frozen_leader_is_noticed_by_its_silence(leader, monkeypatch):
         "gw", functools.partial(grpc.aio.insecure_channel, options=list(options.items()))
     )
     leader.engine.token_budget = 3
-    stream = client.submit(lease_of(leader), request("k", 50))
+    stream = client.submit(lease_of(leader), engine_request("k", 50))
     assert await stream.next_deltas()
     leader.port.flowing.clear()
     with pytest.raises(ReplicaLost):
