@@ -28,9 +28,10 @@ class BlockBatch:
     checksums: NDArray[np.uint64]
 
 
-def checksums_of(blocks: ByteBlocks) -> NDArray[np.uint64]:
-    """XXH3-64 of each block: uint64 [n]."""
-    return np.array([xxhash.xxh3_64_intdigest(block.data) for block in blocks], dtype=np.uint64)
+def checksums_of(pool: ByteBlocks, block_ids: Int32Array) -> NDArray[np.uint64]:
+    """XXH3-64 of each of these blocks: uint64 [n]."""
+    digests = [xxhash.xxh3_64_intdigest(pool[block].data) for block in block_ids]
+    return np.array(digests, dtype=np.uint64)
 
 
 def read_blocks(pool: ByteBlocks, block_ids: Int32Array, copy_bytes: CopyBytes) -> BlockBatch:
@@ -38,8 +39,9 @@ def read_blocks(pool: ByteBlocks, block_ids: Int32Array, copy_bytes: CopyBytes) 
     if not ((block_ids >= 0) & (block_ids < len(pool))).all():
         raise ValueError(f"blocks {block_ids} are not all in a pool of {len(pool)}")
     blocks = np.empty((len(block_ids), pool.shape[1]), dtype=np.uint8)
-    copy_bytes(pool, block_ids, blocks, np.arange(len(block_ids), dtype=np.int32))
-    return BlockBatch(blocks, checksums_of(blocks))
+    places = np.arange(len(block_ids), dtype=np.int32)
+    copy_bytes(pool, block_ids, blocks, places)
+    return BlockBatch(blocks, checksums_of(blocks, places))
 
 
 class StagedBlocks:
@@ -63,16 +65,10 @@ class StagedBlocks:
             while len(self._staged) > _MAX_NUM_STAGED:
                 self._staged.popitem(last=False)
 
-    def take(self, number: int) -> BlockBatch | None:
-        """All that has come, forgotten here. None: nothing has."""
+    def take(self, number: int) -> list[BlockBatch]:
+        """All that has come, part by part, forgotten here."""
         with self._lock:
-            batches = self._staged.pop(number, None)
-        if batches is None:
-            return None
-        if len(batches) == 1:
-            return batches[0]
-        blocks = np.concatenate([batch.blocks for batch in batches])
-        return BlockBatch(blocks, np.concatenate([batch.checksums for batch in batches]))
+            return self._staged.pop(number, [])
 
 
 class StagedCopier(JobThread):
@@ -86,9 +82,15 @@ class StagedCopier(JobThread):
 
     def copy(self, job: CopyJob) -> bool:
         """Whether every block has arrived as it was sent."""
-        batch = self._staged.take(job.staging)
-        if batch is None or (job.sources >= len(batch.blocks)).any():
+        parts = self._staged.take(job.staging)
+        if (job.sources >= sum(len(part.blocks) for part in parts)).any():
             return False  # another rank has got more than this one
-        self._copy_bytes(batch.blocks, job.sources, self._pool, job.targets)
-        arrived = [xxhash.xxh3_64_intdigest(self._pool[block].data) for block in job.targets]
-        return bool((batch.checksums[job.sources] == np.array(arrived, dtype=np.uint64)).all())
+        first, ok = 0, True
+        for part in parts:
+            chosen = (job.sources >= first) & (job.sources < first + len(part.blocks))
+            places, targets = job.sources[chosen] - first, job.targets[chosen]
+            self._copy_bytes(part.blocks, places, self._pool, targets)
+            arrived = checksums_of(self._pool, targets)
+            ok &= bool((part.checksums[places] == arrived).all())
+            first += len(part.blocks)
+        return ok

@@ -8,6 +8,7 @@ Lives on the leader's loop. Everything has a time limit. Knows neither Ray, whic
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine
@@ -159,7 +160,8 @@ class PrefixMover:
                 return
         else:
             await self._call(lambda s: s.imports.fail(number))
-        await self._link.forget(number)
+        with contextlib.suppress(TransferFailed):  # a rank that is gone keeps nothing
+            await self._link.forget(number)
 
     async def _fetch(self, order: ImportOrder) -> int:
         """How many blocks are staged on every rank, as they were sent."""

@@ -299,10 +299,10 @@ class Reporter:
         elif reply.draining:
             self.renews |= reply.renews
             self._on_drain(reply.drain_s)
+            if self._on_peers is not None:  # what was computed with old weights is of no use
+                self._on_peers(() if reply.renews else reply.peers)
         if reply.reset_order > self._reset_order and self._reset is None:
             self._begin_reset(reply.reset_order)
-            if self._on_peers is not None:
-                self._on_peers(reply.peers)
         self._map_cells = reply.map_cells
         if reply.unknown:
             self._is_registered = False

@@ -90,4 +90,4 @@ def test_what_was_abandoned_is_pushed_out() -> None:
     for number in range(20):
         staged.add(number, BlockBatch(make_pool(1), np.zeros(8, dtype=np.uint64)))
     assert len(staged) == 8
-    assert staged.take(0) is None and staged.take(19) is not None
+    assert not staged.take(0) and staged.take(19)
