@@ -4,6 +4,7 @@ Knows the limits of each setting and how sizes are written. Knows nothing of Ray
 devices; what depends on them is found out by the workers.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -78,6 +79,8 @@ class ClusterConfig:
         each replica's steps; see `WorkerConfig`.
     address: a running Ray cluster to join; None = start a private one here.
     grpc_port / http_port: 0 = any free one.
+    max_queue_s: the cluster refuses, with an appointment, what it expects to wait longer; None = it
+        queues up to its bounds in requests and tokens.
     security: API keys and TLS of the gateway; None = neither.
     faults: what goes wrong on purpose in every replica, in tests.
     """
@@ -102,6 +105,7 @@ class ClusterConfig:
     admission_rule: str = "known-length"
     watermark: float = 0.01
     max_num_waiting: int | None = None
+    max_queue_s: float | None = None
     speculative: str = "off"
     num_speculative_tokens: int = 5
     prompt_lookup_min: int = 2
@@ -159,6 +163,8 @@ class ClusterConfig:
         _check_at_least("--max-num-batched-tokens", self.max_num_batched_tokens, 1)
         _check_at_least("--max-model-len", self.max_model_len, 2)
         _check_at_least("--max-num-waiting", self.max_num_waiting, 1)
+        if self.max_queue_s is not None and not 0 < self.max_queue_s < math.inf:
+            raise CommandError(f"--max-queue-s must be above 0, not {self.max_queue_s:g}")
         _check_at_least("--num-speculative-tokens", self.num_speculative_tokens, 1)
         _check_at_least("--prompt-lookup-min", self.prompt_lookup_min, 1)
         _check_at_least("--prompt-lookup-max", self.prompt_lookup_max, self.prompt_lookup_min)

@@ -83,6 +83,10 @@ def serve(
     watermark: Annotated[
         float, typer.Option(help="Share of the pool kept free for what runs already.")
     ] = 0.01,
+    max_queue_s: Annotated[
+        float | None,
+        typer.Option(help="Refuse what would wait longer for its blocks, saying when to come."),
+    ] = None,
     max_num_waiting: Annotated[
         int | None, typer.Option(help="Requests that may wait at a replica; no bound.")
     ] = None,
@@ -129,6 +133,12 @@ def serve(
     tls_client_ca: Annotated[
         Path | None, typer.Option(help="Clients need a certificate of this CA (mTLS).")
     ] = None,
+    inner_tls_cert: Annotated[
+        Path | None,
+        typer.Option(help="PEM, of streams to replicas; made at start where --tls-cert is given."),
+    ] = None,
+    inner_tls_key: Annotated[Path | None, typer.Option(help="That certificate's key.")] = None,
+    inner_tls_ca: Annotated[Path | None, typer.Option(help="The authority of both ends.")] = None,
     otlp_endpoint: Annotated[
         str | None,
         typer.Option(help="Send a trace of each request there; also from OTEL_EXPORTER_OTLP_…."),
@@ -153,6 +163,7 @@ def serve(
             tls_cert=tls_cert,
             tls_key=tls_key,
             tls_client_ca=tls_client_ca,
+            inner_tls=(inner_tls_cert, inner_tls_key, inner_tls_ca),
         )
     except SecurityError as error:
         raise CommandError(str(error)) from error
@@ -187,6 +198,7 @@ def serve(
         admission_rule=admission_rule,
         watermark=watermark,
         max_num_waiting=max_num_waiting,
+        max_queue_s=max_queue_s,
         speculative=speculative,
         num_speculative_tokens=num_speculative_tokens,
         prompt_lookup_min=prompt_lookup_min,

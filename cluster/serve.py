@@ -24,6 +24,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ..protos.messages import ClusterState, ReplicaInfo, ReplicaState
 from ..scheduler.config import AdmissionRule, PreemptionMode
 from ..workers.config import WorkerConfig
+from ..workers.stream_tls import StreamTls
 from .config import ClusterConfig, CommandError
 from .controller import ControllerConfig
 from .controller_actor import start_controller
@@ -129,11 +130,12 @@ def started_cluster(config: ClusterConfig, on_progress: OnProgress) -> Generator
 def _start(config: ClusterConfig, on_progress: OnProgress, started: ExitStack) -> RunningCluster:
     controller = cast(Actor, start_controller(_controller_config(config)))
     started.callback(ray.kill, controller)
-    specs = _replica_specs(config)
+    security = None if config.security is None else config.security.with_streams()
+    specs = _replica_specs(config, None if security is None else security.streams)
     word = "replica" if config.replicas == 1 else "replicas"
     names = ", ".join(model.name for model in config.models)
     on_progress(f"loading {names} into {config.replicas} {word}")
-    gateway = GatewaySpec(config.host, config.grpc_port, config.http_port, config.security)
+    gateway = GatewaySpec(config.host, config.grpc_port, config.http_port, security)
     supervisor = create_supervisor(specs, controller, gateway)
     started.callback(ray.kill, supervisor)
     started.callback(_stop, "supervisor", lambda: supervisor.stop.remote())
@@ -147,12 +149,13 @@ def _start(config: ClusterConfig, on_progress: OnProgress, started: ExitStack) -
     return cluster
 
 
-def _replica_specs(config: ClusterConfig) -> tuple[ReplicaSpec, ...]:
+def _replica_specs(config: ClusterConfig, stream_tls: StreamTls | None) -> tuple[ReplicaSpec, ...]:
     num_gpus = _gpus_per_rank(config)
     # Replicas of one machine share its cores; a GPU's host work keeps one core busy.
     cores = (os.cpu_count() or 1) // (config.num_replicas * config.tp)
     num_cpus = 1 if num_gpus or config.address is not None else max(1, cores)
     worker = worker_config(config, num_cpus, on_gpu=num_gpus > 0)
+    worker = replace(worker, stream_tls=stream_tls)
     models = [model for model in config.models for _ in range(config.replicas)]
     return tuple(
         ReplicaSpec(
@@ -218,7 +221,11 @@ def worker_config(config: ClusterConfig, num_threads: int, *, on_gpu: bool) -> W
 def _controller_config(config: ClusterConfig) -> ControllerConfig:
     settings = ControllerConfig()
     transfer = TransferConfig(enabled=config.prefix_transfer)
-    return replace(settings, late_binding=replace(settings.late_binding, transfer=transfer))
+    return replace(
+        settings,
+        admission=replace(settings.admission, max_queue_s=config.max_queue_s),
+        late_binding=replace(settings.late_binding, transfer=transfer),
+    )
 
 
 def _start_replicas(supervisor: Actor) -> tuple[ReplicaInfo, ...]:

@@ -154,6 +154,8 @@ class ServeArgs(ModelArgs):
     the same weights, without a seam."""
     max_stream_s: float = Field(600.0, ge=0)
     """How long they go on where they cannot move: the only replica of its weights, a gateway."""
+    max_queue_s: float | None = Field(None, gt=0)
+    """Refuse, with a time to come back, what would wait longer for its blocks."""
     api_key_file: str | None = None
     """Hashed API keys, see `pagefleet keys`; also from the gateways' environment."""
     tls_cert: str | None = None

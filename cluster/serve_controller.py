@@ -17,7 +17,9 @@ _LINGER_S = 60.0
 
 def shared_controller(app_name: str, args: ServeArgs) -> ActorHandle[ControllerActor]:
     """The application's controller. One that is there already keeps the settings it has."""
-    config = ControllerConfig(admission=AdmissionConfig(hold_s=args.hold_s))
+    config = ControllerConfig(
+        admission=AdmissionConfig(hold_s=args.hold_s, max_queue_s=args.max_queue_s)
+    )
     return start_controller(
         config, name=f"controller-{app_name}", namespace=NAMESPACE, linger_s=_LINGER_S
     )

@@ -62,6 +62,7 @@ def test_sizes_are_written():
         ({"admission_rule": "any"}, "--admission-rule must be one of known-length, full-length"),
         ({"watermark": 1.0}, "--watermark must be from 0 to below 1"),
         ({"max_num_waiting": 0}, "--max-num-waiting"),
+        ({"max_queue_s": 0.0}, "--max-queue-s must be above 0"),
         ({"speculative": "draft"}, "--speculative must be one of off, ngram"),
         ({"num_speculative_tokens": 0}, "--num-speculative-tokens"),
         ({"prompt_lookup_min": 0}, "--prompt-lookup-min"),
