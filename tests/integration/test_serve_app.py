@@ -268,3 +268,21 @@ async def test_new_weights_roll_in_under_load_and_no_stream_mixes_them(
     assert {tokens in newer for _, tokens in load.answers} == {True, False}
     (after,) = await fleet.wait_replicas(1)
     assert after != before
+
+
+async def test_ordered_weights_come_in_where_the_replica_is(
+    fleet: Fleet, models: dict[str, Path], expected
+):
+    """The only one: who asks meanwhile waits for it, and Serve has nothing to do."""
+    (before,) = await fleet.wait_replicas(1)
+    async with AsyncClient(fleet.address) as client:
+        version = await client.update_weights(str(models["tiny"]), "tiny")
+        assert version > 1
+        deadline = time.monotonic() + WAIT_S
+        tokens: tuple[int, ...] = ()
+        while tokens != expected["tiny"][PROMPTS[0]]:
+            assert time.monotonic() < deadline, "nobody is answered with the ordered weights"
+            (output,) = (await client.generate(PROMPTS[0], GREEDY, model="tiny")).outputs
+            tokens = tuple(output.token_ids)
+            assert tokens in (expected["tiny"][PROMPTS[0]], expected["newer"][PROMPTS[0]])
+    assert await fleet.wait_replicas(1) == [before]
