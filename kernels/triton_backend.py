@@ -6,7 +6,8 @@ can hold all of it. On the CPU it runs in Triton's interpreter, for tests.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportPrivateImportUsage=false
-# pyright: reportFunctionMemberAccess=false, reportIndexIssue=false
+# pyright: reportFunctionMemberAccess=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false
 
 import torch
 from torch import Tensor

@@ -4,7 +4,7 @@ Device code alone; `triton_backend` chooses grids and tiles. Everything is summe
 row's result depends on that row alone as long as its keys are not split.
 """
 # A kernel's arguments are pointers, and its language is not quite Python.
-# pyright: basic, reportMissingImports=false
+# pyright: basic, reportMissingImports=false, reportOperatorIssue=false
 
 import triton
 import triton.language as tl
@@ -197,46 +197,54 @@ def rope_and_cache(
     num_q_tiles = tl.cdiv(num_heads, HEADS)
     num_kv_tiles = tl.cdiv(num_kv_heads, HEADS)
     dims = tl.arange(0, BLOCK_D)
+    is_dim = (dims < HEAD_DIM)[None, :]
     slot = tl.load(slots + token)
     cached = kv + slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride
+    # Names are each branch's own: the compiler joins those that both define.
     if tile >= num_q_tiles + num_kv_tiles:
-        heads = (tile - num_q_tiles - num_kv_tiles) * HEADS + tl.arange(0, HEADS)
-        mask = (heads < num_kv_heads)[:, None] & (dims < HEAD_DIM)[None, :]
-        x = tl.load(v + token * v_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=mask)
+        v_heads = (tile - num_q_tiles - num_kv_tiles) * HEADS + tl.arange(0, HEADS)
+        v_mask = (v_heads < num_kv_heads)[:, None] & is_dim
+        v_source = v + token * v_stride + v_heads[:, None] * HEAD_DIM + dims[None, :]
+        v_target = cached + value_offset + v_heads[:, None] * kv_head_stride + dims[None, :]
+        v_values = tl.load(v_source, mask=v_mask, other=0.0)
         if CLAMP:
-            x = tl.clamp(x.to(tl.float32), -limit, limit)
-        target = cached + value_offset + heads[:, None] * kv_head_stride + dims[None, :]
-        tl.store(target, x.to(kv.dtype.element_ty), mask=mask)
+            wide_v = tl.clamp(v_values.to(tl.float32), -limit, limit)
+            tl.store(v_target, wide_v.to(kv.dtype.element_ty), mask=v_mask)
+        else:
+            tl.store(v_target, v_values.to(kv.dtype.element_ty), mask=v_mask)
     else:
-        is_q = tile < num_q_tiles
-        heads = tl.where(is_q, tile, tile - num_q_tiles) * HEADS + tl.arange(0, HEADS)
-        mask = (heads < tl.where(is_q, num_heads, num_kv_heads))[:, None]
-        mask = mask & (dims < HEAD_DIM)[None, :]
         # Each element's partner stands HALF away; what is not rotated has none and is kept.
         is_first = dims < HALF
         is_rotated = dims < 2 * HALF
         partners = tl.where(is_first, dims + HALF, tl.where(is_rotated, dims - HALF, dims))
-        angle = tl.load(positions + token) * (2 * HALF) + dims % tl.maximum(HALF, 1)
+        angle = tl.load(positions + token) * (2 * HALF) + dims % (HALF + (HALF == 0))
         cos = tl.load(cos_sin + angle, mask=is_rotated, other=1.0)
         sin = tl.load(cos_sin + angle + HALF, mask=is_rotated, other=0.0)
         sin = tl.where(is_first, -sin, sin)
-        if is_q:
-            source = q + token * q_stride + heads[:, None] * HEAD_DIM
+        if tile < num_q_tiles:
+            q_heads = tile * HEADS + tl.arange(0, HEADS)
+            q_mask = (q_heads < num_heads)[:, None] & is_dim
+            q_source = q + token * q_stride + q_heads[:, None] * HEAD_DIM
+            q_own = tl.load(q_source + dims[None, :], mask=q_mask, other=0.0).to(tl.float32)
+            q_other = tl.load(q_source + partners[None, :], mask=q_mask, other=0.0)
+            q_turned = q_own * cos[None, :] + q_other.to(tl.float32) * sin[None, :]
+            q_target = q_out + (token * num_heads + q_heads[:, None]) * HEAD_DIM + dims[None, :]
+            tl.store(q_target, q_turned.to(q_out.dtype.element_ty), mask=q_mask)
         else:
-            source = k + token * k_stride + heads[:, None] * HEAD_DIM
-        x = tl.load(source + dims[None, :], mask=mask).to(tl.float32)
-        partner = tl.load(source + partners[None, :], mask=mask).to(tl.float32)
-        turned = x * cos[None, :] + partner * sin[None, :]
-        if is_q:
-            target = q_out + (token * num_heads + heads[:, None]) * HEAD_DIM + dims[None, :]
-            tl.store(target, turned.to(q_out.dtype.element_ty), mask=mask)
-        else:
+            k_heads = (tile - num_q_tiles) * HEADS + tl.arange(0, HEADS)
+            k_mask = (k_heads < num_kv_heads)[:, None] & is_dim
+            k_source = k + token * k_stride + k_heads[:, None] * HEAD_DIM
+            k_own = tl.load(k_source + dims[None, :], mask=k_mask, other=0.0).to(tl.float32)
+            k_other = tl.load(k_source + partners[None, :], mask=k_mask, other=0.0)
+            k_turned = k_own * cos[None, :] + k_other.to(tl.float32) * sin[None, :]
+            k_target = cached + k_heads[:, None] * kv_head_stride + dims[None, :]
             # rounded as the model computes, then as the cache stores
-            turned = turned.to(k.dtype.element_ty)
+            k_rounded = k_turned.to(k.dtype.element_ty)
             if CLAMP:
-                turned = tl.clamp(turned.to(tl.float32), -limit, limit)
-            target = cached + heads[:, None] * kv_head_stride + dims[None, :]
-            tl.store(target, turned.to(kv.dtype.element_ty), mask=mask)
+                wide_k = tl.clamp(k_rounded.to(tl.float32), -limit, limit)
+                tl.store(k_target, wide_k.to(kv.dtype.element_ty), mask=k_mask)
+            else:
+                tl.store(k_target, k_rounded.to(kv.dtype.element_ty), mask=k_mask)
 
 
 @triton.jit

@@ -6,6 +6,9 @@ interprets kernels or compiles them.
 
 import importlib.util
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -152,3 +155,17 @@ def test_copy_on_write_of_many_blocks_in_one_launch(dtype: torch.dtype) -> None:
     REFERENCE.copy_slots(expected, *arguments)
     TritonBackend().copy_slots(pool, *arguments)
     assert torch.equal(pool, expected)
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_hopper() -> None:
+    """What the interpreter lets pass, types that do not join and tiles that do not fit, the
+    compiler does not."""
+    script = Path(__file__).with_name("compile_triton.py")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    ended = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    kernels = ["attend", "copy_slots", "gate_and_mul", "merge_splits", "rms_norm", "rope_and_cache"]
+    assert ended.stdout.split() == kernels
