@@ -301,6 +301,7 @@ def main() -> None:
             Row(f"{case}, mean", "us", float(total.mean()), dynamo, "Dynamo RadixTree"),
             Row(f"{case}, mean", "us", float(total.mean()), tree, "Ray Serve PrefixTree"),
             Row(f"{case}, median", "us", float(np.median(total)), None, "-"),
+            Row(f"{case}, p10", "us", float(np.percentile(total, 10)), None, "-"),
             Row(f"{case}, p99", "us", float(np.percentile(total, 99)), None, "-"),
             Row(f"{case}, hashing", "us", float(np.mean(hashing)), None, "-"),
             Row(f"{case}, reserve", "us", float(np.mean(reserving)), None, "-"),
