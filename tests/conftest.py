@@ -1,10 +1,14 @@
 """Fixtures for every folder."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
+# Read when Triton is imported, by whomever first: here its kernels are interpreted. What runs them
+# on a GPU is a process of its own (tests/gpu).
+os.environ["TRITON_INTERPRET"] = "1"
 # A busy machine is no failure: how long an example takes is for the benchmarks to say.
 settings.register_profile("pagefleet", deadline=None)
 settings.load_profile("pagefleet")

@@ -20,7 +20,6 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed: see `make gpu-tools`", allow_module_level=True)
 if torch.cuda.is_available():
     pytest.skip("here FlashInfer itself is tested: tests/gpu", allow_module_level=True)
-os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
 from pagefleet.kernels.flashinfer_backend import FlashInferBackend
 

@@ -15,13 +15,13 @@ import torch
 from attention_factories import Heads, PagedStep, make_cos_sin, make_step
 from torch import Tensor
 
+from pagefleet.kernels.backend import GraphBackend
 from pagefleet.kernels.reference import ReferenceBackend
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed: see `make gpu-tools`", allow_module_level=True)
 if torch.cuda.is_available():
     pytest.skip("here the kernels are compiled: tests/gpu", allow_module_level=True)
-os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
 from pagefleet.kernels.triton_backend import TritonBackend
 
@@ -111,6 +111,12 @@ def test_rope_and_cache_writes_only_its_slots(heads: Heads, rotary_dim: int) -> 
     assert_near(turned[0], turned[1])
     assert_near(pools[0], pools[1])
     assert (pools[0] != step.pool).any(), "nothing was written"
+
+
+def test_its_steps_can_be_recorded_and_the_references_cannot() -> None:
+    """The reference asks the device for lengths, which no recording could answer anew."""
+    assert isinstance(TritonBackend(), GraphBackend)
+    assert not isinstance(REFERENCE, GraphBackend)
 
 
 def test_an_fp8_cache_is_written_and_read_as_the_reference_does() -> None:
