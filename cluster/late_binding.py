@@ -287,7 +287,8 @@ class LateBinding:
             on_host = np.minimum(contenders.host_hits, tokens - 1.0 - hits)
             hits = hits + on_host
         fetches = None
-        if contenders.sources is not None:
+        most = config.transfer.max_fullness
+        if contenders.sources is not None and full[replicas.open[:count]].mean() <= most:
             transfer, links, sources = config.transfer, replicas.links, contenders.sources
             fetches = price_fetches(transfer, links, *sources, hits[..., slots], slots, now)
             work_s -= fetches.tokens * token_s[slots] - fetches.seconds

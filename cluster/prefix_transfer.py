@@ -25,13 +25,17 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
-    """When a transfer is offered. max_wait_s: for one, whatever computing would take."""
+    """When a transfer is offered. max_wait_s: for one, whatever computing would take.
+    max_fullness: where the pools are fuller than this on average, who is chosen does not depend on
+    transfers: a second copy of a prefix drives out something else.
+    """
 
     enabled: bool = True
     caution: float = 1.5
     min_gain_s: float = 0.005
     min_wait_s: float = 0.25
     max_wait_s: float = 5.0
+    max_fullness: float = 0.5
 
 
 @dataclass(frozen=True, slots=True)
