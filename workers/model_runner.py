@@ -527,9 +527,11 @@ def _plan_nothing(metadata: AttentionMetadata, host: HostLayout, max_num_pages: 
 
 
 def _device(name: str) -> torch.device:
+    """A GPU with its number, which torch asks for where one becomes the current one."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    return torch.device("cuda", 0) if device.type == "cuda" and device.index is None else device
 
 
 def _dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:

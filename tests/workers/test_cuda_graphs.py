@@ -147,6 +147,14 @@ def test_only_decodes_that_fit_are_held() -> None:
     assert not graphs.holds(prompt)
 
 
+@pytest.mark.parametrize(
+    ("name", "device"), [("cpu", "cpu"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1")]
+)
+def test_a_gpu_is_named_by_its_number(name: str, device: str) -> None:
+    """torch.cuda.set_device refuses one without."""
+    assert model_runner._device(name) == torch.device(device)
+
+
 @pytest.fixture
 def runner(tmp_path: Path) -> ModelRunner:
     return load_runner(make_llama(tmp_path / "model"), num_blocks=NULL_BLOCK + 1, block_size=4)
