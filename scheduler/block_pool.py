@@ -22,7 +22,7 @@ from .block_map import BlockState, StateArray
 from .content import Content, Tier
 from .content_index import ContentIndex
 from .eviction_list import EvictionList
-from .integrity import check
+from .integrity import IntegrityError, check
 
 
 class BlockPool:
@@ -240,19 +240,29 @@ class BlockPool:
         num_fenced = 0
         for block in range(self.num_blocks):
             refs, content = self._refs[block], self._contents[block]
-            state = f"block {block}: refs {refs}, fence {self._fences[block]}, {content}"
-            check(refs >= 0 and self._pins[block] >= 0, state)
             is_idle, is_clean = block in self._idle, block in clean
             is_fenced = not refs and bool(self._fences[block] or self._pins[block])
-            check((refs > 0) + is_idle + is_clean + is_fenced == 1, state)
-            check(content is None or not is_clean, f"clean with content, {state}")
-            check(
-                not is_idle or (content is not None and content.blocks[self._tier] == block), state
+            is_found = content is not None and content.blocks[self._tier] == block
+            agrees = (
+                refs >= 0
+                and self._pins[block] >= 0
+                and (refs > 0) + is_idle + is_clean + is_fenced == 1
+                and not (is_clean and content is not None)
+                and (is_found or not is_idle)
+                and (content is None or is_found or block in (content.duplicates or ()))
             )
+            if not agrees:  # the message costs more than all checks
+                fence = self._fences[block]
+                raise IntegrityError(f"block {block}: refs {refs}, fence {fence}, {content}")
             num_fenced += is_fenced
-            if content is not None and content.blocks[self._tier] != block:
-                check(content.duplicates is not None and block in content.duplicates, state)
         check(num_fenced == self._num_fenced, f"{num_fenced} fenced, {self._num_fenced} counted")
+
+    def check_holders(self, holders: list[int]) -> None:
+        """Every reference is somebody's. holders: who else counts, by block."""
+        if self._refs != holders:
+            refs = enumerate(zip(self._refs, holders, strict=True))
+            wrong = {block: counts for block, counts in refs if counts[0] != counts[1]}
+            raise IntegrityError(f"(references, holders) of blocks: {wrong}")
 
     def _settle(self, blocks: Iterable[int], evict_first: bool = False) -> None:
         """Blocks that nobody holds or touches: idle if they are worth finding, else clean."""

@@ -1,5 +1,6 @@
 """All the books of one replica, made once and kept in step by those who write in them."""
 
+import itertools
 from dataclasses import dataclass
 
 from .block_pool import BlockPool
@@ -8,7 +9,6 @@ from .content_index import ContentIndex
 from .costs import CostModel
 from .host_pool import HostPool
 from .host_tier import HostTier
-from .integrity import check
 from .kv_cache_manager import KVCacheManager
 from .lease_ledger import LeaseLedger
 from .lease_needs import LeaseNeeds
@@ -82,16 +82,12 @@ class Books:
     def _check_host_references(self) -> None:
         """Host blocks are held by swapped sequences, by the cleaner while it copies, and by what
         goes to other replicas or comes from them."""
-        holders: dict[int, int] = dict(self.tier.cleaning_blocks())
-        for block in (*self.exports.held_blocks(), *self.imports.held_blocks()):
-            holders[block] = holders.get(block, 0) + 1
+        holders = [0] * self.host.num_blocks
+        held = (self.exports.held_blocks(), self.imports.held_blocks())
+        for block in itertools.chain(self.tier.cleaning_blocks(), *held):
+            holders[block] += 1
         for sequence in self.queue:
             if sequence.swapped is not None:
                 for entry in sequence.swapped.blocks:
-                    holders[entry.host_block] = holders.get(entry.host_block, 0) + 1
-        for block in range(self.host.num_blocks):
-            refs = self.host.ref_count(block)
-            check(
-                refs == holders.get(block, 0),
-                f"host block {block}: {refs} references, {holders.get(block, 0)} holders",
-            )
+                    holders[entry.host_block] += 1
+        self.host.check_holders(holders)

@@ -15,7 +15,7 @@ parent's id: a hit needs equal tokens *and* the parent id of the hit before it.
 from collections import OrderedDict
 
 from .content import Content, Tier
-from .integrity import check
+from .integrity import IntegrityError, check
 from .route_residency import RouteResidency
 
 # Roots differ by tenant salt and adapter, which clients choose: the table of them is bounded.
@@ -195,12 +195,10 @@ class ContentIndex:
             f"{used} contents + {len(self._unused)} unused != {self._capacity}",
         )
         for key, content in self._contents.items():
-            check(content.key == key and content.id != 0, f"{content} stands under another key")
-            check(content.blocks != _NOWHERE, f"{content} is in no block")
-            check(
-                not content.duplicates or content.blocks[Tier.DEVICE] is not None,
-                f"{content} has duplicates but no device block",
-            )
+            is_known = content.key == key and content.id != 0
+            has_first = not content.duplicates or content.blocks[Tier.DEVICE] is not None
+            if not is_known or content.blocks == _NOWHERE or not has_first:
+                raise IntegrityError(f"{content}, under {key}: {content.duplicates}")
 
     def _retire(self, content: Content) -> None:
         del self._contents[content.key]

@@ -128,6 +128,10 @@ class HostPool:
         states[states == BlockState.CACHED] = BlockState.HOST
         return states
 
+    def check_holders(self, holders: list[int]) -> None:
+        """See BlockPool."""
+        self._pool.check_holders(holders)
+
     def check_integrity(self) -> None:
         """The pool's books, and that what is pending is not found yet."""
         self._pool.check_integrity()

@@ -207,11 +207,11 @@ class HostTier:
                 self._batch.set_loading(sequence.row, False)
         return [] if done.ok else job.waiters
 
-    def cleaning_blocks(self) -> Iterable[tuple[int, int]]:
+    def cleaning_blocks(self) -> Iterable[int]:
         """Host blocks that the cleaner holds while it copies, once each."""
         for job in self._jobs.values():
             if job.is_cleaning:
-                yield from ((move.host_block, 1) for move in job.moves)
+                yield from (move.host_block for move in job.moves)
 
     def check_integrity(self) -> None:
         """Whoever waits for a copy counts it, and what is being copied is pinned."""

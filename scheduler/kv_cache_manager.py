@@ -250,7 +250,7 @@ class KVCacheManager:
 
     def check_integrity(self) -> None:
         """Every reference in the pool is one table's, and every table is long enough."""
-        holders: dict[int, int] = {}
+        holders = [0] * self._pool.num_blocks
         for row in self._batch.rows():
             count = self._num_blocks[row]
             check(
@@ -260,13 +260,8 @@ class KVCacheManager:
             blocks = self._tables[row, :count].tolist()
             check(len(set(blocks)) == count, f"row {row} holds a block twice: {blocks}")
             for block in blocks:
-                holders[block] = holders.get(block, 0) + 1
-        for block in range(self._pool.num_blocks):
-            refs = self._pool.ref_count(block)
-            check(
-                refs == holders.get(block, 0),
-                f"block {block}: {refs} references, {holders.get(block, 0)} holders",
-            )
+                holders[block] += 1
+        self._pool.check_holders(holders)
         for row in self._shared_tails:
             check(self._batch.sequences[row] is not None, f"empty row {row} shares a tail")
 

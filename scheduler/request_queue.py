@@ -3,7 +3,7 @@
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from .integrity import check
+from .integrity import IntegrityError, check
 from .request import Sequence, SequenceState
 
 _Key = tuple[int, int, int, int]
@@ -47,9 +47,9 @@ class RequestQueue:
     def check_integrity(self) -> None:
         """Order and sums hold."""
         keys = [key for key, _ in self._entries]
-        check(keys == sorted(keys), f"the queue is out of order: {keys}")
+        check(keys == sorted(keys), "the queue is out of order")
         total = sum(sequence.num_uncomputed_tokens for sequence in self)
         check(total == self.num_tokens, f"{total} tokens wait, {self.num_tokens} counted")
         for sequence in self:
-            check(sequence.state is SequenceState.WAITING, f"{sequence} is in the queue")
-            check(sequence.row is None, f"{sequence} waits and has a row")
+            if sequence.state is not SequenceState.WAITING or sequence.row is not None:
+                raise IntegrityError(f"{sequence} is in the queue, row {sequence.row}")

@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from .integrity import check
+from .integrity import IntegrityError, check
 from .output import Int32Array
 from .request import Sequence, SequenceState
 
@@ -215,15 +215,18 @@ class RunningBatch:
                 check(row in self._free, f"row {row} is lost")
                 check(self.sequence_ids[row] == 0, f"row {row} is empty and has an id")
                 continue
-            state = f"{sequence}: {self._describe(row)}"
-            check(row not in self._free and sequence.row == row, state)
-            check(self.sequence_ids[row] == sequence.id, state)
-            check(sequence.state is SequenceState.RUNNING, state)
-            check(0 <= self.num_pending[row] <= self.num_tokens[row], state)
-            check(self.num_computed[row] <= self.num_tokens[row], state)
-            check(self.num_tokens[row] <= self.token_limit[row], state)
-            check(self.num_computed[row] + self.num_drafts[row] <= self.capacity[row], state)
-            check(not self.num_drafts[row] or self.num_pending[row] == 1, state)
+            agrees = (
+                row not in self._free
+                and sequence.row == row
+                and self.sequence_ids[row] == sequence.id
+                and sequence.state is SequenceState.RUNNING
+                and 0 <= self.num_pending[row] <= self.num_tokens[row]
+                and self.num_computed[row] <= self.num_tokens[row] <= self.token_limit[row]
+                and self.num_computed[row] + self.num_drafts[row] <= self.capacity[row]
+                and (not self.num_drafts[row] or self.num_pending[row] == 1)
+            )
+            if not agrees:
+                raise IntegrityError(f"{sequence}: {self._describe(row)}")
 
     def _describe(self, row: int) -> str:
         return (

@@ -41,6 +41,12 @@ def _mix(*values: int) -> int:
     return state or 1
 
 
+def _mix_each(value: int, others: Uint64Array) -> Uint64Array:
+    """`_mix(value, other)` of each."""
+    state = (np.uint64(_mix(value)) ^ others) * np.uint64(_FACTOR)
+    return np.maximum(state ^ (state >> np.uint64(29)), np.uint64(1))
+
+
 def _weights(length: int) -> Uint64Array:
     positions = np.arange(length, dtype=np.uint64)
     return (positions * np.uint64(2) + np.uint64(1)) * np.uint64(_FACTOR)
@@ -69,12 +75,10 @@ def fake_token(
 def fake_offers(digest: int, sampling: SamplingParams, vocab_size: int) -> BeamCandidates:
     """The best next tokens of a beam; log-probabilities from -1/64 to -8, often equal."""
     count = min(num_beam_candidates(sampling, num_eos=1), vocab_size)
-    offers = sorted((-(1 + _mix(digest, token) % 512) / 64, -token) for token in range(vocab_size))
-    best = offers[::-1][:count]
-    return BeamCandidates(
-        np.array([-token for _, token in best], dtype=np.int32),
-        np.array([logprob for logprob, _ in best], dtype=np.float32),
-    )
+    tokens = np.arange(vocab_size, dtype=np.uint64)
+    logprobs = -(1.0 + _mix_each(digest, tokens) % np.uint64(512)) / 64
+    best = np.lexsort((tokens, -logprobs))[:count]
+    return BeamCandidates(best.astype(np.int32), logprobs[best].astype(np.float32))
 
 
 def oracle_beams(
