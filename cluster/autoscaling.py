@@ -120,7 +120,7 @@ def _queued(pool: ModelPool) -> int:
 
 def _expected_wait_s(pool: ModelPool, now: float) -> float:
     oldest = pool.queue.longest_waiting()
-    return 0.0 if oldest is None else pool.expected_wait_s(oldest.tenant, now)
+    return 0.0 if oldest is None else pool.gate.expected_wait_s(oldest.tenant, now)
 
 
 def _stalled(pool: ModelPool, view: ReplicaView) -> int:

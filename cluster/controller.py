@@ -277,7 +277,7 @@ class Controller:
         if entry is None or entry.attempt != attempt:
             return
         if output_tokens is not None:
-            entry.pool.lengths.observe(output_tokens)
+            entry.pool.gate.lengths.observe(output_tokens)
         if entry.waiting is not None:
             entry.pool.withdraw(entry.waiting)
             del self._entries[request_key]
@@ -543,7 +543,7 @@ class Controller:
             waiting.request.request_key,
             waiting.request.attempt,
             len(pool.queue),
-            pool.expected_wait_s(waiting.tenant, now),
+            pool.gate.expected_wait_s(waiting.tenant, now),
         )
 
     def _refuse_unknown_model(self, request: ReserveRequest, now: float) -> Refused:

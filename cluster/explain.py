@@ -18,8 +18,8 @@ REASONS = {
 
 def explain(pool: ModelPool, request: ReserveRequest, now: float) -> Explanation:
     """The decision that `reserve` would make now."""
-    refusal = pool.refuse_early(request, now, book=False)
-    need = pool.need_of(request)
+    refusal = pool.gate.refuse(request, now, book=False)
+    need = pool.gate.need_of(request)
     routed = pool.routed(request, need)
     costs = _costs(pool, routed, now)
     slot = None if refusal else _choice(pool, routed, need, now)
@@ -32,7 +32,7 @@ def explain(pool: ModelPool, request: ReserveRequest, now: float) -> Explanation
         replica_id=view.info.replica_id if view else None,
         lease_blocks=need.num_blocks,
         expected_output_tokens=round(need.expected_output_tokens),
-        expected_wait_s=0.0 if view else pool.expected_wait_s(request.tenant, now),
+        expected_wait_s=0.0 if view else pool.gate.expected_wait_s(request.tenant, now),
         queue_position=len(pool.queue),
         replicas=costs,
     )

@@ -22,10 +22,11 @@ from ..protos.messages import (
     ReportReply,
     ReserveRequest,
 )
-from .admission import AdmissionConfig, Need, compute_need, least_blocks
+from .admission import AdmissionConfig, Need
+from .admission_gate import AdmissionGate, refused, refused_deadline
 from .appointments import AppointmentBook
 from .fair_queue import FairQueue, WaitingRequest
-from .forecast import ArrivalRate, OutputLengths
+from .forecast import ArrivalRate
 from .late_binding import Contenders, LateBinding
 from .lease_table import LeaseRecord
 from .prefix_transfer import NO_SOURCE, TransferConfig
@@ -33,12 +34,9 @@ from .replica_pool import ReplicaPool
 from .replica_view import FloatArray, IntArray, ReplicaView
 from .routing_policy import RoutedRequest, RoutingPolicy, cheapest
 from .transfer_offers import TransferOffers
-from .wait_forecast import Capacity, WaitForecast, Work
 
 _PRIORITY_S = 10.0  # one level of priority is worth so many seconds of waiting
 _MAX_LEVELS = 100
-# Appointments leave so much room for an error of the forecast; newcomers fill what it leaves.
-_SLACK = 1.1
 
 Ended = Sequence[LeaseRecord]
 
@@ -76,11 +74,9 @@ class ModelPool:
     card: ModelCard
     pool: ReplicaPool = field(init=False)
     queue: FairQueue = field(default_factory=FairQueue, init=False)
-    lengths: OutputLengths = field(default_factory=OutputLengths, init=False)
     arrivals: ArrivalRate = field(default_factory=ArrivalRate, init=False)
     stats: PoolStats = field(default_factory=PoolStats, init=False)
-    forecast: WaitForecast = field(default_factory=WaitForecast, init=False)
-    book: AppointmentBook = field(init=False)
+    gate: AdmissionGate = field(init=False)
     transfers: TransferOffers = field(init=False)
     _deadlines: list[tuple[float, int, WaitingRequest]] = field(
         default_factory=list[tuple[float, int, WaitingRequest]], init=False
@@ -94,7 +90,8 @@ class ModelPool:
 
     def __post_init__(self) -> None:
         self.pool = ReplicaPool(self.block_size, speculative=self.policy.speculative)
-        self.book = AppointmentBook(self.admission.appointments, self.rng)
+        book = AppointmentBook(self.admission.appointments, self.rng)
+        self.gate = AdmissionGate(self.admission, self.pool, self.queue, book, self.block_size)
         config = TransferConfig(enabled=False)  # the baselines know no transfers
         if isinstance(self.policy, LateBinding):
             config = self.policy.config.transfer
@@ -123,7 +120,7 @@ class ModelPool:
         if reply.draining:
             reply = replace(reply, peers=self.transfers.peers_of(view))
         for tokens in report.finished_output_tokens:
-            self.lengths.observe(tokens)
+            self.gate.lengths.observe(tokens)
         self._settle(ended, now)
         return reply, ended
 
@@ -134,11 +131,11 @@ class ModelPool:
 
         Grants to other requests that this one sets free are left to the next `pump`.
         """
-        refusal = self.refuse_early(request, now)
+        refusal = self.gate.refuse(request, now)
         if refusal is not None:
             self.stats.refused += 1
             return refusal
-        need = self.need_of(request)
+        need = self.gate.need_of(request)
         if request.attempt <= 1:
             self.arrivals.add(need.num_blocks, now)
         grant = None
@@ -151,12 +148,12 @@ class ModelPool:
     def take_over(self, waiting: WaitingRequest, now: float) -> WaitingRequest | Refused:
         """Queue a request that waits in another pool, as if it had come here first."""
         request, deadline_at = waiting.request, waiting.deadline_at
-        problem = self._never_fits(request)
+        problem = self.gate.never_fits(request)
         if problem is not None:
-            return _refused(request, "InvalidArgument", problem)
+            return refused(request, "InvalidArgument", problem)
         if deadline_at is not None:
             request = replace(request, deadline_s=max(0.0, deadline_at - now))
-        return self._admit(request, self.need_of(request), now, since=waiting.since)
+        return self._admit(request, self.gate.need_of(request), now, since=waiting.since)
 
     def pump(self, now: float) -> list[Grant]:
         """Give leases to waiting requests while one can start somewhere."""
@@ -171,8 +168,7 @@ class ModelPool:
             need = waiting.need.without(int(self.queue.shared[waiting.row, slot]))
             self.withdraw(waiting)
             self.queue.learn_wait(now - waiting.since)
-            alone_s = self._capacity().seconds_for(waiting.work)
-            self.forecast.granted(alone_s, now, others_wait=len(self.queue) > 0)
+            self.gate.granted(waiting, now)
             grants.append(self._grant(waiting.request, need, slot, float(hit), now))
         self._watch_unwatched()
         return grants
@@ -193,7 +189,7 @@ class ModelPool:
             if self.queue.get(waiting.request.request_key) is waiting:
                 self.withdraw(waiting)
                 self.stats.expired += 1
-                refused.append((waiting, _refused_deadline(waiting.request)))
+                refused.append((waiting, refused_deadline(waiting.request)))
         return records, [*refused, *self._refuse_abandoned(now)]
 
     def drop_grant(self, record: LeaseRecord, now: float) -> None:
@@ -215,39 +211,11 @@ class ModelPool:
                 moments.append(float(later.min()))
         return min(moments, default=None)
 
-    def expected_wait_s(self, tenant: str, now: float) -> float:
-        """Seconds until a newcomer of the tenant would start, after all that goes before it."""
-        columns = self.pool.columns
-        is_open = columns.open[: columns.num_slots]
-        if not is_open.any():
-            return self.admission.appointments.max_retry_after_s
-        soonest = float(columns.backlog_s(now)[is_open].min())
-        booked_s = self.book.kept_share * self.book.booked_s(tenant, now)
-        return soonest + self.forecast.factor * self._queued_s(tenant) + booked_s
-
-    def _queued_s(self, tenant: str) -> float:
-        """How long the queue keeps the cluster busy before the tenant's next turn, uncorrected:
-        all of it, or the tenant's own at the tenant's share."""
-        queue, capacity = self.queue, self._capacity()
-        num_tenants = len(queue.tenants | {tenant})
-        own_s = capacity.seconds_for(queue.work_of(tenant)) * num_tenants
-        return min(capacity.seconds_for(queue.work), own_s)
-
-    def _capacity(self) -> Capacity:
-        columns = self.pool.columns
-        num_slots = columns.num_slots
-        is_open = columns.open[:num_slots]
-        return Capacity(
-            self._prefill_rate(),
-            int(columns.total[:num_slots][is_open].sum()),
-            int(columns.max_active[:num_slots][is_open].sum()),
-        )
-
     def check_integrity(self) -> None:
         """Assert that every part agrees with itself and with the others."""
         self.pool.check_integrity()
         self.queue.check_integrity()
-        self.book.check_integrity()
+        self.gate.book.check_integrity()
 
     # One step each
 
@@ -268,116 +236,9 @@ class ModelPool:
         self.stats.refused += len(abandoned)
         reason = "no replica serves the model any more"
         return [
-            (waiting, _refused(waiting.request, "Unavailable", reason, retry_after_s=1.0))
+            (waiting, refused(waiting.request, "Unavailable", reason, retry_after_s=1.0))
             for waiting in abandoned
         ]
-
-    def refuse_early(
-        self, request: ReserveRequest, now: float, *, book: bool = True
-    ) -> Refused | None:
-        """Why it is not even queued. book: whether a full queue makes an appointment."""
-        if not self.pool.replicas and not self.admission.hold_s:
-            return _refused(request, "Unavailable", "no replica is ready", retry_after_s=1.0)
-        if request.deadline_s is not None and request.deadline_s <= 0.0:
-            return _refused_deadline(request)
-        problem = self._never_fits(request)
-        if problem is not None:
-            return _refused(request, "InvalidArgument", problem)
-        return self._refuse_overload(request, now, book=book)
-
-    def _never_fits(self, request: ReserveRequest) -> str | None:
-        if request.admission_class is AdmissionClass.GUARANTEED and request.max_tokens is None:
-            return "sampling.max_tokens: a guaranteed request must set it"
-        max_context, most = self.pool.max_context, self.pool.max_num_blocks
-        if request.num_tokens >= max_context + (request.max_tokens == 0):
-            return f"prompt: {request.num_tokens} tokens, the model's context is {max_context}"
-        least = least_blocks(request, self.block_size)
-        if least > most:
-            return f"prompt: needs {least} blocks at least, the largest pool has {most}"
-        return None
-
-    def _refuse_overload(
-        self, request: ReserveRequest, now: float, *, book: bool
-    ) -> Refused | None:
-        config, queue = self.admission, self.queue
-        appointment = self.book.find(request.retry_token, now)
-        if appointment is not None and self.book.is_early(appointment, now):
-            return _refused(
-                request,
-                "Overloaded",
-                "before the time of its appointment",
-                retry_after_s=appointment.due - now,
-                retry_token=request.retry_token,
-            )
-        over_s = 0.0
-        if config.max_queue_s is not None:
-            over_s = self.expected_wait_s(request.tenant, now) - config.max_queue_s
-        full = over_s > 0.0 or self._is_full(request)
-        if appointment is not None or not full or len(queue) == 0:
-            return None
-        if not book:
-            return _refused(request, "Overloaded", "the queue is full", retry_after_s=over_s)
-        service_s = self._service_s(request)
-        token, after_s = self.book.make(
-            request.tenant, now, room_in_s=max(over_s, service_s), service_s=service_s
-        )
-        return _refused(
-            request,
-            "Overloaded",
-            "the queue is full",
-            retry_after_s=after_s,
-            retry_token=token,
-        )
-
-    def _is_full(self, request: ReserveRequest) -> bool:
-        """Whether the queue is at a bound, and the tenant at its share of it."""
-        config, queue = self.admission, self.queue
-        tenant = request.tenant
-        num_tenants = len(queue.tenants | {tenant})
-        num_tokens = queue.work_of(tenant).num_tokens + request.num_tokens
-        return (
-            len(queue) >= config.max_queued_requests
-            and queue.num_waiting(tenant) * num_tenants >= config.max_queued_requests
-        ) or (
-            queue.num_tokens + request.num_tokens > config.max_queued_tokens
-            and num_tokens * num_tenants > config.max_queued_tokens
-        )
-
-    def _service_s(self, request: ReserveRequest) -> float:
-        """How long the tenant's share of the cluster needs for this request."""
-        need = self.need_of(request)
-        duration_s = self._duration_s(request, need)
-        work = Work(
-            request.num_tokens, need.num_blocks * duration_s, request.num_samples * duration_s
-        )
-        num_tenants = len(self.queue.tenants | self.book.tenants | {request.tenant})
-        return _SLACK * self._capacity().seconds_for(work) * self.forecast.factor * num_tenants
-
-    def _prefill_rate(self) -> float:
-        columns = self.pool.columns
-        is_open = columns.open[: columns.num_slots]
-        if not is_open.any():
-            return 1.0
-        return float((1.0 / columns.token_s[: columns.num_slots][is_open]).sum())
-
-    def need_of(self, request: ReserveRequest) -> Need:
-        """The size of its lease."""
-        most = self.pool.max_num_blocks
-        need = compute_need(
-            request,
-            self.lengths,
-            block_size=self.block_size,
-            max_context=self.pool.max_context,
-            standard_quantile=self.admission.standard_quantile,
-        )
-        if need.num_blocks <= most:
-            return need
-        return Need(most, need.growth_tokens, need.expected_output_tokens)
-
-    def _duration_s(self, request: ReserveRequest, need: Need) -> float:
-        """How long it will hold its blocks."""
-        token_s, step_s = self.pool.columns.slowest
-        return request.num_tokens * token_s + need.expected_output_tokens * step_s
 
     def routed(self, request: ReserveRequest, need: Need) -> RoutedRequest:
         """The request as policies see it."""
@@ -431,7 +292,7 @@ class ModelPool:
         newcomer = Contenders(
             float(request.num_tokens),
             need.num_blocks,
-            self._duration_s(request, need),
+            self.gate.duration_s(request, need),
             hits,
             host_hits,
             None if source.slot == NO_SOURCE else (source.slot, source.num_tokens),
@@ -439,23 +300,18 @@ class ModelPool:
         slot = self.policy.choose_newcomer(newcomer, candidates, columns, now)
         if slot is None:
             return None
-        since = now
-        appointment = self.book.find(request.retry_token, now)
-        if appointment is not None:
-            since = appointment.refused_at
-            self.book.keep(request.retry_token)
-        self.queue.learn_wait(now - since)
+        refused_at = self.gate.keep_appointment(request, now)
+        self.queue.learn_wait(0.0 if refused_at is None else now - refused_at)
         hit = float(hits[slot]) + (0.0 if host_hits is None else float(host_hits[slot]))
         return self._grant(request, need.without(int(shared[slot])), slot, hit, now)
 
     def _admit(
         self, request: ReserveRequest, need: Need, now: float, since: float | None = None
     ) -> WaitingRequest:
-        appointment = self.book.find(request.retry_token, now)
+        refused_at = self.gate.keep_appointment(request, now)
         since = now if since is None else since
-        if appointment is not None:
-            since = appointment.refused_at
-            self.book.keep(request.retry_token)
+        if refused_at is not None:
+            since = refused_at
         level = max(-_MAX_LEVELS, min(_MAX_LEVELS, request.priority))
         if request.admission_class is AdmissionClass.BEST_EFFORT:
             level -= 1
@@ -466,7 +322,7 @@ class ModelPool:
             now,
             None if request.deadline_s is None else now + request.deadline_s,
             _PRIORITY_S * level,
-            self._duration_s(request, need),
+            self.gate.duration_s(request, need),
             self._excluded_mask(request),
         )
         row = self.queue.add(waiting, self.pool.columns.num_slots)
@@ -594,18 +450,3 @@ class ModelPool:
         if request.admission_class is AdmissionClass.GUARANTEED or not device.any():
             return hits, host, np.zeros(len(hits), dtype=np.int64)
         return hits, host, self.pool.shared_blocks(request.route_hashes)
-
-
-def _refused(
-    request: ReserveRequest,
-    error: str,
-    reason: str,
-    *,
-    retry_after_s: float | None = None,
-    retry_token: str = "",
-) -> Refused:
-    return Refused(request.request_key, request.attempt, error, reason, retry_after_s, retry_token)
-
-
-def _refused_deadline(request: ReserveRequest) -> Refused:
-    return _refused(request, "DeadlineExceeded", "its deadline passed before it could start")

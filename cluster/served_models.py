@@ -79,7 +79,7 @@ class ServedModels:
                 return pool
         pool = self._make_pool(info, card)
         if pools:
-            pool.lengths = pools[0].lengths  # outputs of other weights are as long
+            pool.gate.lengths = pools[0].gate.lengths  # outputs of other weights are as long
         pools.append(pool)
         return pool
 

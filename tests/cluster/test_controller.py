@@ -591,7 +591,7 @@ def test_standard_leases_follow_what_was_learnt() -> None:
     request = make_request(admission_class=AdmissionClass.STANDARD, max_tokens=1000)
     first = reserve(controller, request)
     for _ in range(300):
-        controller.pools()["m"].lengths.observe(16)
+        controller.pools()["m"].gate.lengths.observe(16)
     controller.release(request.request_key, 1, 1.1, output_tokens=16)
     tell(controller, replica, 1.2)
     second = reserve(controller, replace(request, request_key="another"), 1.3)
@@ -602,7 +602,7 @@ def test_reports_teach_output_lengths() -> None:
     controller = make_controller()
     replica = join(controller, make_info())
     controller.report(replica.report(finished_leases=(1, 2), finished_output_tokens=(7, 9)), 1.0)
-    assert controller.pools()["m"].lengths.num_observed == 2
+    assert controller.pools()["m"].gate.lengths.num_observed == 2
 
 
 def test_leases_shrink_as_their_leader_reports() -> None:

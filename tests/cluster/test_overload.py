@@ -134,7 +134,7 @@ def test_five_times_the_load_for_a_minute(heavy: float) -> None:
     assert record.share("heavy", OVERLOAD) <= 0.55
     assert measured.refused == 0 and measured.finished == len(workload.requests)
     pool = next(iter(simulation.controller.pools().values()))
-    assert len(pool.queue) == len(pool.book) == 0  # the overload is over
+    assert len(pool.queue) == len(pool.gate.book) == 0  # the overload is over
 
 
 @pytest.mark.parametrize("seed", range(3))
