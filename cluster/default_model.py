@@ -78,7 +78,7 @@ def _build(target: Path, progress: Progress) -> None:
             _check(gguf_file)
             converted = Path(scratch) / "model"
             converted.mkdir()
-            from .gguf_checkpoint import convert  # numpy and gguf: only the first time
+            from .gguf_conversion import convert  # torch and gguf: only the first time
 
             convert(
                 gguf_file,

@@ -1,14 +1,14 @@
 """A GGUF file as a checkpoint: its fields and tensors under their Hugging Face names.
 
 Knows GGUF's names, and what its writers do to tensors. Quantised tensors are made float as they
-are read, one at a time. The tokenizer is not taken from the file: `tokenizer.json` stands beside
-it.
+are read, one at a time. What else the file says, the tokenizer say, is for its user to read out
+of `fields`; a model that is served from the file has `tokenizer.json` beside it.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportMissingTypeStubs=false
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -82,6 +82,8 @@ _LAYER_TENSORS = {
     "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
 }
+_NAMES = {stored: name for name, stored in _TENSORS.items()}
+_LAYER_NAMES = {stored: name for name, stored in _LAYER_TENSORS.items()}
 # All experts of a layer are one tensor.
 _EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
 _EXPERT_TENSORS = {
@@ -93,6 +95,7 @@ _EXPERT_TENSORS = {
     "w2": "ffn_down_exps",
 }
 _LAYER_PREFIX = "model.layers."
+_STORED_LAYER_PREFIX = "blk."
 # By how much each rotary frequency is divided, where a model's context was stretched.
 _ROPE_FACTORS = "rope_freqs.weight"
 
@@ -108,7 +111,7 @@ def find_gguf(folder: Path) -> Path | None:
 
 
 class GgufCheckpoint:
-    """`StoredWeights` of a GGUF file."""
+    """`StoredWeights` of a GGUF file. fields: what it says beside its tensors, in GGUF's names."""
 
     def __init__(self, path: Path) -> None:
         # Imported here: most models do not need it.
@@ -122,8 +125,8 @@ class GgufCheckpoint:
             raise CheckpointError(f"{path} is not a GGUF file, or is damaged: {error}") from error
         self._tensors = {str(tensor.name): tensor for tensor in reader.tensors}
         self._unused = set(self._tensors)
-        self._fields = {name: field.contents() for name, field in reader.fields.items()}
-        self._architecture = str(self._fields.get("general.architecture"))
+        self.fields = {name: field.contents() for name, field in reader.fields.items()}
+        self._architecture = str(self.fields.get("general.architecture"))
         self._is_turned = False
         self.config = ConfigFields(self._config(), str(path))
         self._num_heads = {
@@ -154,10 +157,14 @@ class GgufCheckpoint:
                 f"{self._path}: tensor {stored_name} has shape {list(tensor.shape)},"
                 f" the configuration asks for {list(shape)}"
             )
-        kind = stored_name.split(".")[-2]
-        if self._is_turned and kind in self._num_heads:
-            return _halves_from_pairs(tensor, self._num_heads[kind])
-        return tensor
+        return self._turned_back(stored_name, tensor)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All of a model without experts, each with its Hugging Face name."""
+        for stored_name in self._tensors:
+            self._unused.discard(stored_name)
+            tensor = self._turned_back(stored_name, self._float(stored_name))
+            yield self._name(stored_name), tensor
 
     def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedWeight | None:
         """None: GGUF's own quantised types are made float."""
@@ -203,6 +210,20 @@ class GgufCheckpoint:
                 " supported"
             ) from error
 
+    def _turned_back(self, stored_name: str, tensor: Tensor) -> Tensor:
+        kind = stored_name.split(".")[-2]
+        if self._is_turned and kind in self._num_heads:
+            return _halves_from_pairs(tensor, self._num_heads[kind])
+        return tensor
+
+    def _name(self, stored_name: str) -> str:
+        """What `_stored_name` undoes."""
+        module, _, kind = stored_name.rpartition(".")
+        if not module.startswith(_STORED_LAYER_PREFIX):
+            return f"{_NAMES.get(module, module)}.{kind}"
+        layer, _, rest = module.removeprefix(_STORED_LAYER_PREFIX).partition(".")
+        return f"{_LAYER_PREFIX}{layer}.{_LAYER_NAMES.get(rest, rest)}.{kind}"
+
     def _stored_name(self, name: str) -> tuple[str, int | None]:
         """And which expert's part of it is asked for."""
         module, _, kind = name.rpartition(".")
@@ -211,14 +232,16 @@ class GgufCheckpoint:
         layer, _, rest = module.removeprefix(_LAYER_PREFIX).partition(".")
         expert = _EXPERT.fullmatch(rest)
         if expert is not None:
-            return f"blk.{layer}.{_EXPERT_TENSORS[expert[2]]}.{kind}", int(expert[1])
-        return f"blk.{layer}.{_LAYER_TENSORS.get(rest, rest)}.{kind}", None
+            return f"{_STORED_LAYER_PREFIX}{layer}.{_EXPERT_TENSORS[expert[2]]}.{kind}", int(
+                expert[1]
+            )
+        return f"{_STORED_LAYER_PREFIX}{layer}.{_LAYER_TENSORS.get(rest, rest)}.{kind}", None
 
     def _config(self) -> dict[str, object]:
         """The fields of config.json that the file's own say."""
         family = _FAMILIES.get(self._architecture, _Family(None))
         prefix = f"{self._architecture}."
-        has_experts = bool(self._fields.get(f"{prefix}expert_count"))
+        has_experts = bool(self.fields.get(f"{prefix}expert_count"))
         architecture = family.experts if has_experts else family.architecture
         if architecture is None:
             experts = " with experts" if has_experts else ""
@@ -230,13 +253,13 @@ class GgufCheckpoint:
         config: dict[str, object] = {
             "architectures": [architecture],
             "tie_word_embeddings": "output.weight" not in self._tensors,
-            "eos_token_id": self._fields.get("tokenizer.ggml.eos_token_id"),
-            "bos_token_id": self._fields.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": self.fields.get("tokenizer.ggml.eos_token_id"),
+            "bos_token_id": self.fields.get("tokenizer.ggml.bos_token_id"),
         }
         config |= {
-            name: self._fields[prefix + field]
+            name: self.fields[prefix + field]
             for field, name in _FIELDS.items()
-            if prefix + field in self._fields
+            if prefix + field in self.fields
         }
         if "token_embd.weight" in self._tensors:
             config.setdefault("vocab_size", int(self._tensors["token_embd.weight"].shape[1]))
@@ -253,10 +276,10 @@ class GgufCheckpoint:
                 "long_factor": factors,
                 "attention_factor": 1.0,
             }
-        kind = self._fields.get(f"{prefix}rope.scaling.type", "none")
+        kind = self.fields.get(f"{prefix}rope.scaling.type", "none")
         if kind == "none":
             return None
-        return {"rope_type": kind, "factor": self._fields.get(f"{prefix}rope.scaling.factor")}
+        return {"rope_type": kind, "factor": self.fields.get(f"{prefix}rope.scaling.factor")}
 
 
 def _halves_from_pairs(weight: Tensor, num_heads: int) -> Tensor:
