@@ -15,6 +15,9 @@ from types import FrameType
 
 from rich.console import Console
 
+from ..workers.gguf_checkpoint import find_gguf
+from ..workers.models.config import ModelError
+from ..workers.models.families import read_config
 from .config import HUB_ID, ClusterConfig, CommandError, NamedModel
 from .models_command import fetch_default
 from .serve import OnProgress, RunningCluster, running_cluster
@@ -47,16 +50,24 @@ def _resolve(model: NamedModel, console: Console) -> NamedModel:
         return replace(model, checkpoint=str(fetch_default(console)))
     folder = Path(model.checkpoint).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise CommandError(f"{folder} has no config.json: it is no checkpoint folder")
-        try:
-            Tokenizer.load(folder)
-        except (OSError, ValueError) as error:  # found out now, not by the first client
+        try:  # found out now, not once everything has started
+            _check_folder(folder)
+        except (OSError, ValueError, ModelError) as error:
             raise CommandError(str(error)) from error
         return replace(model, checkpoint=str(folder.resolve()))
     if HUB_ID.fullmatch(model.checkpoint) is None:
         raise CommandError(f"{model.checkpoint} is neither a folder nor a hub id like org/name")
     return model
+
+
+def _check_folder(folder: Path) -> None:
+    """What can be read without the weights."""
+    is_gguf = find_gguf(folder) is not None
+    if not is_gguf and not (folder / "config.json").is_file():
+        raise CommandError(f"{folder} has no config.json: it is no checkpoint folder")
+    Tokenizer.load(folder)
+    if not is_gguf:
+        read_config(folder)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
+from jinja2 import TemplateError
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from ..protos.errors import InvalidArgument
@@ -116,7 +117,13 @@ def _read_backend(path: Path) -> HuggingFaceTokenizer:
 def _read_json(path: Path) -> dict[str, object]:
     if not path.is_file():
         return {}
-    return cast(dict[str, object], json.loads(path.read_text("utf-8")))
+    try:
+        values: object = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} does not hold a JSON object")
+    return cast(dict[str, object], values)
 
 
 def _special_tokens(config: dict[str, object]) -> dict[str, str]:
@@ -136,8 +143,11 @@ def _load_chat_template(
 ) -> ChatTemplate | None:
     """`chat_template.jinja`, else the config's; of several, the one named "default"."""
     path = folder / "chat_template.jinja"
-    source = path.read_text("utf-8") if path.is_file() else config.get("chat_template")
-    if isinstance(source, list):
-        named = cast(list[dict[str, str]], source)
-        source = next((t["template"] for t in named if t["name"] == "default"), None)
-    return ChatTemplate(source, special_tokens) if isinstance(source, str) else None
+    try:
+        source = path.read_text("utf-8") if path.is_file() else config.get("chat_template")
+        if isinstance(source, list):
+            named = cast(list[dict[str, str]], source)
+            source = next((t["template"] for t in named if t["name"] == "default"), None)
+        return ChatTemplate(source, special_tokens) if isinstance(source, str) else None
+    except (TemplateError, UnicodeDecodeError, LookupError, TypeError) as error:
+        raise ValueError(f"{folder}: its chat template cannot be read: {error}") from error
