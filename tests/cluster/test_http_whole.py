@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import statistics
 
 import httpx
 import openai
@@ -114,6 +115,28 @@ async def test_formats_calls_tenants_and_metrics(whole):
     text = (await whole.http.get("/metrics", headers=headers)).text
     assert 'pagefleet_kv_blocks{model_name="tiny",replica="r1",state="clean",tier="device"}' in text
     assert 'pagefleet_request_success_total{finished_reason="stop",model_name="tiny"}' in text
+
+
+async def test_no_timing_tells_of_anothers_prompts(whole):
+    """Medians of one run: a stranger to a cached prompt waits as for one that nobody has sent."""
+
+    async def first_token_s(tenant: str, text: str) -> float:
+        messages = [{"role": "user", "content": text}]
+        reply = await whole.ask(tenant, messages=messages, max_tokens=1)
+        return reply.model_extra["pagefleet"]["samples"][0]["first_token_s"]
+
+    await first_token_s("other", "a first request also warms the kernels " * 30)
+    waits: dict[str, list[float]] = {"warm": [], "stranger": [], "new": []}
+    for number in range(7):
+        known = f"{number} what acme has asked " * 50
+        await first_token_s("acme", known)
+        waits["warm"].append(await first_token_s("acme", known))
+        waits["stranger"].append(await first_token_s("other", known))
+        waits["new"].append(await first_token_s("other", f"{number} is asked by nobody " * 45))
+    warm, stranger, new = (statistics.median(waits[kind]) for kind in ("warm", "stranger", "new"))
+    print("TIMES", warm, stranger, new)
+    assert new > 1.5 * warm, "a hit is quicker, or this shows nothing"
+    assert stranger > 0.67 * new
 
 
 async def test_a_grammar_survives_the_loss_of_its_replica(whole):
