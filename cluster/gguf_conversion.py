@@ -13,6 +13,7 @@ from typing import cast
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
+from torch import Tensor
 
 from ..workers.gguf_checkpoint import GgufCheckpoint
 from ..workers.models.config import ModelError
@@ -40,7 +41,7 @@ def convert(gguf_file: Path, folder: Path, progress: Progress) -> None:
     flavour = fields.get("tokenizer.ggml.pre")
     if flavour != "smollm":
         raise CommandError(f"{gguf_file.name} has a tokenizer {flavour!r}, expected 'smollm'")
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for name, tensor in checkpoint.tensors():
         tensors[name] = tensor.contiguous()
         progress(*checkpoint.progress)

@@ -69,11 +69,6 @@ class ModelCatalog:
         self._refreshed: float | None = None
 
     @property
-    def cards(self) -> tuple[ModelCard, ...]:
-        """The models known now."""
-        return self._cards
-
-    @property
     def is_ready(self) -> bool:
         """Some model can be asked."""
         return bool(self._cards) or (bool(self._on_demand.models) and self._refreshed is not None)

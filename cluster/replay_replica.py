@@ -153,11 +153,6 @@ class ReplayReplica:
         self._root = self._index.root(root_hash(identity))
         self._stride = stride_blocks(identity.block_size)
 
-    @property
-    def num_unfinished(self) -> int:
-        """Requests here."""
-        return len(self._queue) + len(self._arriving) + len(self._running)
-
     def unfinished(self) -> list[SimulatedRequest]:
         """The requests that a crash would lose, in the order they came."""
         running = [running.request for running in self._running.values()]

@@ -120,11 +120,6 @@ class RayReplica:
         """See Replica."""
         return self._processes[0] if self._processes else None
 
-    @property
-    def rank_processes(self) -> tuple[ProcessIdentity, ...]:
-        """All ranks' processes, the leader's first."""
-        return tuple(self._processes)
-
     async def start(self) -> ReplicaInfo:
         """See Replica."""
         asked_at = time.time()

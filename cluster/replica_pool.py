@@ -5,7 +5,6 @@ was known of the old one. Chooses nothing and knows no queue.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,17 +13,6 @@ from ..scheduler.block_hash import stride_blocks
 from .lease_table import LeaseRecord, LeaseTable
 from .prefix_index import PrefixIndex, Tier
 from .replica_view import FloatArray, IntArray, ReplicaColumns, ReplicaView
-
-
-@dataclass(slots=True)
-class PoolCounters:
-    """What went wrong between the controller and its replicas, and was put right."""
-
-    stale_reports: int = 0
-    gaps: int = 0
-    wrong_digests: int = 0
-    snapshots: int = 0
-    adopted_leases: int = 0
 
 
 class ReplicaPool:
@@ -37,7 +25,6 @@ class ReplicaPool:
         self.leases = LeaseTable()
         self.replicas: dict[str, ReplicaView] = {}
         self.by_slot: dict[int, ReplicaView] = {}
-        self.counters = PoolCounters()
         self._speculative = speculative
         self._free_slots: list[int] = []
         self._alive = 0
@@ -78,10 +65,8 @@ class ReplicaPool:
         """Mirror one report; returns the answer and the leases that it ended."""
         expected = view.next_sequence
         if expected is not None and report.sequence_number < expected:
-            self.counters.stale_reports += 1
             return view.reply(now), ()
         if expected is not None and report.sequence_number > expected:
-            self.counters.gaps += 1
             view.needs_snapshot = True
         view.next_sequence = report.sequence_number + 1
         self._mirror_index(view, report)
@@ -176,11 +161,9 @@ class ReplicaPool:
         if report.is_snapshot:
             self.index.replace(view.slot, report.events)
             view.needs_snapshot = False
-            self.counters.snapshots += 1
         else:
             self.index.apply(view.slot, report.events)
         if not view.needs_snapshot and not self._digests_agree(view.slot, report):
-            self.counters.wrong_digests += 1
             view.needs_snapshot = True
 
     def _digests_agree(self, slot: int, report: ReplicaReport) -> bool:

@@ -149,7 +149,6 @@ class Measurements:
     first_retries: int = 0
     first_retries_served: int = 0
     restarts: int = 0
-    nacks: int = 0
     transfers: int = 0
     transfers_failed: int = 0
     transferred_tokens: int = 0
@@ -344,7 +343,6 @@ class Simulation:
         request.lease = lease
         request.fetch = self._fetch(request, lease, seat)
         if not replica.submit(request, self._now):
-            self.measured.nacks += 1
             self._resubmit(request, lease.replica_id)
             return
         seat.has_news = True

@@ -91,11 +91,6 @@ class ExpertsConfig:
     begin: int
     end: int
 
-    @property
-    def num_local(self) -> int:
-        """How many are on this rank."""
-        return self.end - self.begin
-
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
