@@ -5,8 +5,10 @@ are made out to one name, since addresses change with every replica.
 """
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import grpc
+if TYPE_CHECKING:  # settings hold one of these, and the command line reads settings at once
+    import grpc
 
 STREAM_NAME = "pagefleet-stream"
 
@@ -22,14 +24,18 @@ class StreamTls:
     key: bytes = field(repr=False)
     authority: bytes
 
-    def server_credentials(self) -> grpc.ServerCredentials:
+    def server_credentials(self) -> "grpc.ServerCredentials":
         """For a leader: whoever connects needs a certificate of the authority."""
+        import grpc
+
         return grpc.ssl_server_credentials(
             [(self.key, self.certificate)], self.authority, require_client_auth=True
         )
 
-    def channel_credentials(self) -> grpc.ChannelCredentials:
+    def channel_credentials(self) -> "grpc.ChannelCredentials":
         """For a gateway; the channel needs `CHANNEL_OPTIONS` too."""
+        import grpc
+
         return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
 
 
