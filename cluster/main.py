@@ -341,7 +341,9 @@ def simulate(
     load: Annotated[
         float | None, typer.Option(help="Prompt tokens over what can be prefilled; the trace's.")
     ] = None,
-    cost_model: Annotated[str, typer.Option(help="How time passes: replay.")] = "replay",
+    cost_model: Annotated[
+        str, typer.Option(help="replay: constant rates; steps: the real scheduler.")
+    ] = "replay",
     requests: Annotated[int | None, typer.Option(help="Only so many of the trace.")] = None,
     fault: Annotated[
         list[str] | None, typer.Option(help="KIND:REPLICA:AT:DURATION, like crash:0:30:10.")

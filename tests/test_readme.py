@@ -112,3 +112,11 @@ def test_every_make_target_exists():
 def test_every_link_leads_somewhere():
     for path in re.findall(r"\]\(([^):#]+)\)", README):
         assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("folder", ["cluster", "workers", "scheduler", "kernels", "protos"])
+def test_a_folder_says_what_each_of_its_files_is_for(folder: str) -> None:
+    text = (ROOT / folder / "README.md").read_text(encoding="utf-8")
+    files = {path.stem for path in (ROOT / folder).glob("[a-z]*.py") if "_pb2" not in path.stem}
+    missing = [name for name in sorted(files) if not re.search(rf"\b{name}\b", text)]
+    assert not missing, f"{folder}/README.md does not name {', '.join(missing)}"
