@@ -7,7 +7,8 @@ choice, how they fork `BeamGroup`'s.
 from typing import Protocol
 
 from ..protos.messages import FinishReason
-from .beam_group import SequenceLife
+from .beam_group import BeamGroup, SequenceLife
+from .beam_search import BeamSearch
 from .books import Books
 from .outbox import Outbox
 from .output import ModelRunnerOutput
@@ -38,13 +39,27 @@ class BeamRounds:
         self._queue = books.queue
         self._outbox = outbox
         self._life = life
+        self._groups: dict[str, BeamGroup] = {}  # by the request's key
+
+    def begin(self, request: Request, search: BeamSearch, first: Sequence) -> None:
+        """A request comes, so far with one beam."""
+        self._groups[request.key] = BeamGroup(search, first)
+
+    def has_offered(self, sequence: Sequence) -> bool:
+        """Whether it is a beam that has done its part of this step."""
+        group = self._groups.get(sequence.request.key)
+        return group is not None and group.has_offered(sequence)
+
+    def forget(self, request: Request) -> None:
+        """The request is over, whatever it was."""
+        self._groups.pop(request.key, None)
 
     def take_offers(self, record: StepRecord, result: ModelRunnerOutput, now: float) -> None:
         """What the beams of this step offer; a request whose beams all have goes on."""
         complete: dict[str, Request] = {}
         for place, candidates in result.beam_candidates.items():
             sequence = self._life.sequences.get(int(record.sample_ids[place]))
-            if sequence is None or (beams := sequence.request.beams) is None:
+            if sequence is None:
                 continue
             row = sequence.row
             known = len(sequence.token_ids) if row is None else self._batch.num_known(row)
@@ -52,7 +67,7 @@ class BeamRounds:
                 continue  # computed twice, and the search has gone on with the first
             if sequence.first_token_s is None:
                 sequence.first_token_s = now
-            beams.offer(sequence, candidates)
+            self._groups[sequence.request.key].offer(sequence, candidates)
             if row is None or self._batch.num_computed[row] < known:
                 self.park(sequence)  # preempted meanwhile; its part is done
             complete[sequence.request.key] = sequence.request
@@ -72,9 +87,8 @@ class BeamRounds:
         self, request: Request, reason: FinishReason | None, now: float, error: str = ""
     ) -> None:
         """Tell the best hypotheses and forget the request. reason: None = the search is over."""
-        assert request.beams is not None, f"{request.key} has no beams"
         count = max(1, request.sampling.n)
-        hypotheses = request.beams.search.best(count)
+        hypotheses = self._groups[request.key].search.best(count)
         usage = request.sequences[0]
         for index in range(count):
             found = hypotheses[index] if index < len(hypotheses) else None
@@ -87,23 +101,21 @@ class BeamRounds:
     def lose(self, sequence: Sequence, now: float) -> None:
         """A beam alone outgrew the pool: the others go on without it."""
         request = sequence.request
-        beams = request.beams
-        assert beams is not None, f"{sequence} is no beam"
-        if len(beams.sequences) == 1:
+        group = self._groups[request.key]
+        if len(group.sequences) == 1:
             self.finish(request, FinishReason.KV_EXHAUSTED, now)
             return
-        beams.remove(sequence)
+        group.remove(sequence)
         self._life.drop(sequence)
-        request.sequences = list(beams.sequences)
+        request.sequences = list(group.sequences)
         self._advance(request, now)
 
     def _advance(self, request: Request, now: float) -> None:
-        beams = request.beams
-        assert beams is not None, f"{request.key} has no beams"
-        if not beams.is_complete:
+        group = self._groups[request.key]
+        if not group.is_complete:
             return
-        if not beams.advance(self._books, self._life):
+        if not group.advance(self._books, self._life):
             self.finish(request, None, now)
             return
-        request.sequences = list(beams.sequences)
+        request.sequences = list(group.sequences)
         self._books.leases.settle(request)

@@ -73,7 +73,7 @@ class LeaseNeeds:
         longest = self._manager.num_blocks_for(request.compute_limit)
         shared = self._num_shared(request.num_prompt_tokens)
         rows = [s.row for s in request.sequences if s.row is not None]
-        if request.beams is not None:  # which of them fork is not known before
+        if request.is_beam_search:  # which of them fork is not known before
             held = {block for row in rows for block in self._manager.blocks(row)}
             worst = shared + request.sampling.beam_width * (longest - shared)
             return max(0, worst - len(held))

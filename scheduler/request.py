@@ -6,7 +6,6 @@ those that outlive a row, and the hash chain, which only grows.
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,9 +19,6 @@ from ..protos.messages import (
 )
 from .content import Content
 from .output import Int32Array
-
-if TYPE_CHECKING:
-    from .beam_group import BeamGroup
 
 _CLASS_RANKS = {
     AdmissionClass.GUARANTEED: 0,
@@ -112,7 +108,6 @@ class Request:
         self.sequences: list[Sequence] = []
         self.prompt_chain = HashChain()
         self.prompt_is_computed = False
-        self.beams: BeamGroup | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -128,6 +123,11 @@ class Request:
     def class_rank(self) -> int:
         """0 = guaranteed, 1 = standard, 2 = best-effort."""
         return _CLASS_RANKS[self.admission_class]
+
+    @property
+    def is_beam_search(self) -> bool:
+        """Whether its sequences are beams, which go on and end together."""
+        return self.sampling.beam_width > 1 and self.sampling.max_tokens != 0
 
     @property
     def is_guaranteed(self) -> bool:

@@ -7,7 +7,6 @@ only which steps are in flight: what they may still touch is fenced.
 from collections import deque
 
 from ..protos.messages import EngineRequest, FinishReason
-from .beam_group import BeamGroup
 from .beam_rounds import BeamRounds
 from .beam_search import BeamSearch
 from .books import Books
@@ -59,7 +58,7 @@ class RequestLife:
         ends = entry.stop_token_ids if sampling.ignore_eos else entry.stop_token_ids | self._eos
         max_tokens = entry.token_limit - entry.num_prompt_tokens
         search = BeamSearch(sampling.beam_width, sampling.length_penalty, ends, max_tokens)
-        entry.beams = BeamGroup(search, self.new_beam(entry, entry.prompt))
+        self.beams.begin(entry, search, self.new_beam(entry, entry.prompt))
 
     def new_beam(self, request: Request, token_ids: Int32Array) -> Sequence:
         """A sequence with these tokens, neither waiting nor running yet."""
@@ -137,8 +136,7 @@ class RequestLife:
         row = sequence.row
         assert row is not None, f"{sequence} does not run"
         counters = self._books.counters
-        beams = sequence.request.beams
-        has_offered = beams is not None and beams.has_offered(sequence)
+        has_offered = self.beams.has_offered(sequence)
         if not has_offered and self._swap_out(sequence, row):
             counters.preemptions_swap += 1
         else:
@@ -156,7 +154,7 @@ class RequestLife:
     def exhaust(self, sequence: Sequence, now: float) -> None:
         """Nothing else can make room: a sequence ends with what it has."""
         self._books.counters.kv_exhausted += 1
-        if sequence.request.beams is not None:
+        if sequence.request.is_beam_search:
             self.beams.lose(sequence, now)
         else:
             self.finish(sequence, FinishReason.KV_EXHAUSTED, now)
@@ -208,7 +206,7 @@ class RequestLife:
         error: str = "",
     ) -> None:
         """End a sequence without a new token, and say so. Beams end together."""
-        if sequence.request.beams is not None:
+        if sequence.request.is_beam_search:
             self.beams.finish(sequence.request, reason, now, error)
             return
         if num_output_tokens is None:
@@ -255,4 +253,5 @@ class RequestLife:
     def forget(self, request: Request) -> None:
         """All its sequences have ended: the request and its lease do too."""
         self.requests.pop(request.key, None)
+        self.beams.forget(request)
         self._books.ledger.close(request.key)

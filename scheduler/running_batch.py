@@ -95,8 +95,8 @@ class RunningBatch:
         self.first_special[row] = 0
         if sequence.first_token_s is not None:
             self.expect_plain_tokens(row, sequence)
-        self.is_beam[row] = request.beams is not None
-        self.num_beams += request.beams is not None
+        self.is_beam[row] = request.is_beam_search
+        self.num_beams += request.is_beam_search
         self.sequences[row] = sequence
         self.keys[row] = request.key
         self.indexes[row] = sequence.index

@@ -96,7 +96,7 @@ class Scheduler:
         identity = replace(self._identity, adapter=request.adapter, salt=request.cache_salt)
         entry = Request(request, self._num_arrived, now, limit, root_hash(identity))
         self._requests[entry.key] = entry
-        if request.sampling.beam_width > 1 and request.sampling.max_tokens != 0:
+        if entry.is_beam_search:
             self._life.add_beams(request, entry)
         else:
             self._life.add_samples(request, entry)

@@ -126,7 +126,7 @@ class Speculation:
         """A row has another sequence than before."""
         self._owners[row] = sequence.id
         sampling = sequence.request.sampling
-        can_guess = sequence.request.beams is None and not sampling.grammar
+        can_guess = not sequence.request.is_beam_search and not sampling.grammar
         self._pauses[row] = 0 if can_guess else _NEVER
         config = self._config
         proposer = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
