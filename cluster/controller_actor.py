@@ -61,6 +61,7 @@ _RESET_PAUSE_S = 0.05  # replicas report each second at least
 _MAX_REMEMBERED_DEAD = 128
 _FROZEN_S = 1.5  # nothing asks for the time for so long: the process did not run
 CONCURRENCY_GROUPS = {"reports": 1000, "reserve": 1000, "waits": 10_000}
+_LOOP_THREAD = "AsyncIO Thread: {}"
 
 
 class ControllerService:
@@ -337,9 +338,26 @@ class ControllerActor(ControllerService):
     def _run_timer(self) -> None:
         while True:
             time.sleep(self.tick())
+            if lost := lost_event_loops([thread.name for thread in threading.enumerate()]):
+                # Their calls would wait for ever. Ray starts it anew, as after any crash.
+                logger.error("Ray runs no event loop for %s: beginning anew", ", ".join(lost))
+                os._exit(1)
             if self._linger_s is not None and self.silence_s > self._linger_s:
                 logger.info("nobody has called for %g s: the controller ends", self._linger_s)
                 ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+def lost_event_loops(threads: Iterable[str]) -> list[str]:
+    """Concurrency groups whose event loop nobody runs, by the names of this process's threads.
+
+    Ray starts a thread for each, which looks up its loop when it begins to run: if the machine is
+    so busy that the next loop has been made by then, two threads run one loop, and one of them
+    ends at once.
+    """
+    names = set(threads)
+    if _LOOP_THREAD.format("default") not in names:
+        return []  # this Ray names them otherwise
+    return [group for group in CONCURRENCY_GROUPS if _LOOP_THREAD.format(group) not in names]
 
 
 def _end_span(span: Span, request: ReserveRequest, answer: Lease | Ticket | Refused) -> None:

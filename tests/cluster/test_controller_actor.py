@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,11 @@ from cluster_factories import FakeReplica, make_card, make_hashes, make_info, ma
 
 from pagefleet.cluster.autoscaling import newest
 from pagefleet.cluster.controller import ControllerConfig
-from pagefleet.cluster.controller_actor import ControllerService
+from pagefleet.cluster.controller_actor import (
+    CONCURRENCY_GROUPS,
+    ControllerService,
+    lost_event_loops,
+)
 from pagefleet.cluster.late_binding import LateBindingConfig
 from pagefleet.protos.errors import Unavailable
 from pagefleet.protos.messages import CacheReset, Lease, PoolMap, PoolView, ReplicaInfo, Ticket
@@ -210,3 +215,46 @@ async def test_demands_are_numbered_so_that_the_newest_is_known() -> None:
     assert newest((second["m"], first["m"])) is second["m"]
     assert (first["m"].num_replicas, first["m"].free_blocks) == (1, 100)
     assert (first["unknown"].num_replicas, first["unknown"].startup_s) == (0, 5.0)
+
+
+def test_a_group_without_an_event_loop_is_noticed_where_threads_are_named_as_known() -> None:
+    known = [f"AsyncIO Thread: {group}" for group in ("default", *CONCURRENCY_GROUPS)]
+    assert lost_event_loops(known) == []
+    assert lost_event_loops(known[:-1]) == ["waits"]
+    assert lost_event_loops(["MainThread"]) == []
+
+
+@pytest.mark.ray
+def test_a_controller_that_lost_an_event_loop_begins_anew(tmp_path: Path) -> None:
+    import tempfile
+
+    import ray
+    from ray.exceptions import RayError
+    from starved_controller import MARK_VARIABLE, StarvedController
+
+    mark = tmp_path / "lost"
+    tests = str(Path(__file__).parents[1])
+    folder = tempfile.mkdtemp(prefix="pf", dir="/tmp")
+    started = not ray.is_initialized()
+    if started:
+        ray.init(address="local", num_cpus=1, include_dashboard=False, _temp_dir=folder)
+    try:
+        controller = ray.remote(
+            num_cpus=0,
+            max_restarts=-1,
+            concurrency_groups=CONCURRENCY_GROUPS,
+            runtime_env={"env_vars": {MARK_VARIABLE: str(mark), "PYTHONPATH": tests}},
+        )(StarvedController).remote(CONFIG)
+        deadline = time.monotonic() + 60.0
+        while True:
+            try:
+                answer = ray.get(controller.reserve.remote(make_request()), timeout=10.0)
+                break
+            except RayError:  # it is away, or would never answer
+                assert time.monotonic() < deadline, "reserves hang"
+        assert mark.exists()
+        assert not isinstance(answer, Lease)  # nobody has joined
+        ray.kill(controller)
+    finally:
+        if started:
+            ray.shutdown()
