@@ -55,6 +55,8 @@ class EngineOptions(TypedDict, total=False):
     revision: str | None
     device: str
     dtype: str
+    weight_dtype: str
+    quantized_weights: str
     kv_dtype: str
     enforce_eager: bool
     block_size: int

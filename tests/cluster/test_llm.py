@@ -194,5 +194,6 @@ def test_overlapped_steps_change_no_token(model: Path, llm: LLM) -> None:
 
 
 def test_the_options_are_those_of_a_worker() -> None:
-    fields = {field.name for field in dataclasses.fields(WorkerConfig)} - {"model"}
-    assert set(EngineOptions.__annotations__) == fields
+    fields = {field.name for field in dataclasses.fields(WorkerConfig)}
+    of_a_cluster = {"model", "weights_version", "weights_ordered", "stream_tls"}
+    assert set(EngineOptions.__annotations__) == fields - of_a_cluster
