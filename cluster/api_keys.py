@@ -178,6 +178,9 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
+        if len(first["loc"]) < 2:
+            entry = "ENTRY is what `pagefleet keys` prints"
+            raise KeysError(f'{path}: is not {{"keys": [ENTRY, …]}}; {entry}') from None
         raise KeysError(f"{path}: {where}: {first['msg']}") from None
     except ValueError:
         # no chaining: a parser's error quotes what it read, and that may be a key

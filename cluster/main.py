@@ -228,7 +228,10 @@ def keys(
     tenant: Annotated[str, typer.Argument(help="Whose key it will be.")],
     admin: Annotated[bool, typer.Option("--admin", help="May see and change the cluster.")] = False,
 ) -> None:
-    """Make an API key: the key itself, and its entry for the file of `serve --api-key-file`."""
+    """Make an API key: the key itself, and its entry for the file of `serve --api-key-file`.
+
+    That file is {"keys": [ENTRY, …]}.
+    """
     import json
 
     from .api_keys import digest_of, new_key

@@ -48,6 +48,13 @@ def test_refuses_a_broken_file_without_quoting_it(tmp_path, content):
     assert "secret" not in str(caught.value)
 
 
+def test_a_file_of_another_shape_is_told_the_right_one(tmp_path):
+    path = tmp_path / "keys.json"
+    path.write_text('{"tenant": "a", "sha256": "0"}')
+    with pytest.raises(KeysError, match=r'is not \{"keys": \[ENTRY'):
+        KeyRing(file=path)
+
+
 def test_a_hash_in_the_wrong_place_is_not_quoted(tmp_path):
     path = tmp_path / "keys.json"
     write(path, {"tenant": "a", "sha256": "pf-my-secret-key"})
