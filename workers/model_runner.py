@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +20,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from ..kernels.backend import GraphBackend, KernelBackend
-from ..kernels.cpu import CpuBackend
 from ..kernels.metadata import AttentionMetadata, HostLayout
-from ..kernels.select import BackendUnavailable, select_backend
 from ..protos.messages import SamplingParams, TokenLogprobs
 from ..scheduler.output import (
     CopyDone,
@@ -38,44 +35,21 @@ from .cuda_graphs import Capture, CudaCapture, DecodeGraphs, GraphSettings, grap
 from .device_profile import LargestStep, profile_device, read_device
 from .drafts import DraftSamples
 from .grammar import GrammarTokenizer
-from .heap import unfragmented_heap
 from .input_batch import InputBatch, StepLayout
-from .loader import CheckpointSource, Progress, StoredWeights, open_model, resolve_folder
-from .memory import PROMPT_LOGITS_BYTES, MemoryPartition, plan_memory
-from .models.config import DecoderConfig, ModelError, UnsupportedModel
-from .models.decoder import Decoder, VocabularyShard
-from .models.tensor_names import stored_place
-from .models.weights import load_weights
+from .loaded_model import LoadedModel, ModelInfo, load_model, pick_device
+from .loader import Progress
+from .memory import PROMPT_LOGITS_BYTES, DeviceProfile, DeviceReading, MemoryPartition, plan_memory
+from .models.config import DecoderConfig, ModelError
+from .models.decoder import Decoder
 from .promised_tokens import Promise
 from .rendezvous import RankGroups, RankSpec, Transport, connect, single_rank
 from .sampler import Sampler, Samples, SamplesInFlight, token_logprobs
-from .shard_plan import ShardError, ShardPlan
-from .sharded_source import ShardedSource, local_config, plan_shards
 from .upload import upload
 from .wanted_rows import PromptReport, WantedRows, prompt_reports
 
 logger = logging.getLogger(__name__)
 
 _KV_DTYPES = {"fp8": torch.float8_e4m3fn}
-_NARROW_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What others must know of the loaded model. dtype: of its activations, as text; kv_dtype: of
-    its KV cache."""
-
-    fingerprint: str
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
-    max_context: int
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str
-    tokenizer_dir: str
-    kv_dtype: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +131,7 @@ class ModelRunner:
         """
         spec = spec or RankSpec()
         with ExitStack() as on_failure:
-            ranks = connect(spec, _device(config.device), store)
+            ranks = connect(spec, pick_device(config.device), store)
             on_failure.callback(ranks.close)  # the others should not wait for this rank
             runner = cls._load(config, ranks, spec, progress)
             on_failure.pop_all()
@@ -169,61 +143,32 @@ class ModelRunner:
     ) -> "ModelRunner":
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        device = _device(config.device)
+        device = pick_device(config.device)
         start = None
         if device.type == "cuda":
             torch.cuda.set_device(device)  # what is compiled is launched on the current one
             start = read_device(device)
-        folder = resolve_folder(config.model, config.revision)
-        model, checkpoint = open_model(folder)
-        max_context = _max_context(config, model)
-        dtype = _dtype(config.dtype, checkpoint.dtype, device)
-        backend = _backend(config, device, dtype)
-        plan = _shard_plan(model, spec, folder)
-        shard = local_config(model, plan)
-        with unfragmented_heap():
-            decoder, weights = _load_decoder(
-                config, model, plan, checkpoint, dtype, device, backend, ranks, progress
-            )
+        loaded = load_model(config, spec, ranks, device, progress)
         ranks.messages.barrier(spec.start_timeout_s)  # disks differ in speed
-        # Logits are whole on the leader; all else is the rank's part.
-        sized = replace(shard, vocab_size=model.vocab_size)
-        sharers = spec.world_size if spec.transport is Transport.SHARED_MEMORY else 1
-        layout = BlockLayout.of(shard, config.block_size, _KV_DTYPES.get(config.kv_dtype, dtype))
-        sizes = _graph_sizes(config, shard, backend, device)
+        decoder = loaded.decoder
+        kv_dtype = _KV_DTYPES.get(config.kv_dtype, loaded.dtype)
+        layout = BlockLayout.of(loaded.shard, config.block_size, kv_dtype)
+        sizes = _graph_sizes(config, loaded.shard, decoder.backend, device)
         profile = None
         if start is not None and config.num_blocks is None and config.kv_memory is None:
-            largest = LargestStep(
-                config.max_num_batched_tokens,
-                config.max_num_sequences,
-                max_context,
-                model.vocab_size,
-                len(sizes),
-            )
-            profile = profile_device(start, decoder, layout, largest, device)
-            logger.info("GPU: %s", profile.text)
-        partition = plan_memory(
-            config,
-            sized,
-            max_context,
-            device,
-            weights,
-            dtype.itemsize,
-            sharers,
-            layout.dtype.itemsize,
-            profile,
-        )
+            profile = _profile(config, loaded, layout, len(sizes), start, device)
+        partition = _divide_memory(config, loaded, layout, spec, profile, device)
         partition = partition.limited(*ranks.minimum(partition.sizes))
         storage = BlockStorage(
             layout,
             partition.num_blocks,
             partition.num_host_blocks,
             device,
-            backend,
+            decoder.backend,
             config.faults,
             has_null_block=bool(sizes),
         )
-        info = _model_info(model, checkpoint, dtype, layout.dtype, max_context, folder)
+        info = loaded.info(layout.dtype)
         _check_same_model(ranks, info.fingerprint)
         runner = cls(config, info, decoder, storage, partition, device, ranks)
         if sizes:
@@ -451,11 +396,47 @@ def _one_row_step(first: int, count: int, new_rows: tuple[NewRow, ...]) -> Sched
     )
 
 
-def _shard_plan(model: DecoderConfig, spec: RankSpec, folder: Path) -> ShardPlan:
-    try:
-        return plan_shards(model, spec.rank, spec.world_size)
-    except ShardError as error:
-        raise UnsupportedModel(f"{folder} over {spec.world_size} ranks: {error}") from error
+def _profile(
+    config: WorkerConfig,
+    loaded: LoadedModel,
+    layout: BlockLayout,
+    num_graphs: int,
+    start: DeviceReading,
+    device: torch.device,
+) -> DeviceProfile:
+    largest = LargestStep(
+        config.max_num_batched_tokens,
+        config.max_num_sequences,
+        loaded.max_context,
+        loaded.model.vocab_size,
+        num_graphs,
+    )
+    profile = profile_device(start, loaded.decoder, layout, largest, device)
+    logger.info("GPU: %s", profile.text)
+    return profile
+
+
+def _divide_memory(
+    config: WorkerConfig,
+    loaded: LoadedModel,
+    layout: BlockLayout,
+    spec: RankSpec,
+    profile: DeviceProfile | None,
+    device: torch.device,
+) -> MemoryPartition:
+    # Logits are whole on the leader; all else is the rank's part.
+    sized = replace(loaded.shard, vocab_size=loaded.model.vocab_size)
+    return plan_memory(
+        config,
+        sized,
+        loaded.max_context,
+        device,
+        loaded.num_bytes,
+        loaded.dtype.itemsize,
+        spec.world_size if spec.transport is Transport.SHARED_MEMORY else 1,
+        layout.dtype.itemsize,
+        profile,
+    )
 
 
 def _check_same_model(ranks: RankGroups, fingerprint: str) -> None:
@@ -463,52 +444,6 @@ def _check_same_model(ranks: RankGroups, fingerprint: str) -> None:
     leader_has = ranks.messages.broadcast(fingerprint.encode() if ranks.rank == 0 else None)
     if leader_has.decode() != fingerprint:
         raise ModelError(f"rank {ranks.rank} has loaded another model than the leader")
-
-
-def _backend(config: WorkerConfig, device: torch.device, dtype: torch.dtype) -> KernelBackend:
-    weight_dtype = _NARROW_DTYPES.get(config.weight_dtype)
-    try:
-        backend = select_backend(device, dtype, config.deterministic, weight_dtype)
-    except BackendUnavailable as error:
-        raise ModelError(str(error)) from error
-    if config.quantized_weights == "packed" and not isinstance(backend, CpuBackend):
-        raise ModelError(
-            f"quantized_weights packed: the kernels {backend.name!r} take float weights alone;"
-            " use dequantized"
-        )
-    return backend
-
-
-def _load_decoder(
-    config: WorkerConfig,
-    model: DecoderConfig,
-    plan: ShardPlan,
-    checkpoint: StoredWeights,
-    dtype: torch.dtype,
-    device: torch.device,
-    backend: KernelBackend,
-    ranks: RankGroups,
-    progress: Progress | None,
-) -> tuple[Decoder, int]:
-    """The decoder of one rank, and the bytes of its weights."""
-    place = partial(stored_place, model)
-    keep_codes = config.quantized_weights != "dequantized" and isinstance(backend, CpuBackend)
-    source = CheckpointSource(checkpoint, dtype, device, place, progress, keep_codes)
-    vocabulary = None
-    if plan.world_size > 1:
-        vocabulary = VocabularyShard(plan.vocab, plan.vocab_sizes)
-    shard = local_config(model, plan)
-    with torch.inference_mode():
-        # Rows of a table are looked up: a scale for each would cost more than int8 saves.
-        table_dtype = torch.bfloat16 if config.weight_dtype in _NARROW_DTYPES else None
-        sharded = ShardedSource(source, model, plan)
-        weights = load_weights(shard, sharded, backend, table_dtype)
-        max_context = _max_context(config, model)
-        decoder = Decoder(shard, weights, backend, max_context, ranks.tensors, vocabulary)
-    if model.tie_word_embeddings:
-        checkpoint.ignore("lm_head.weight")
-    checkpoint.check_all_used()
-    return decoder, weights.num_bytes
 
 
 def _graph_sizes(
@@ -524,53 +459,3 @@ def _graph_sizes(
 
 def _plan_nothing(metadata: AttentionMetadata, host: HostLayout, max_num_pages: int) -> None:
     """For a backend that works nothing out on the host."""
-
-
-def _device(name: str) -> torch.device:
-    """A GPU with its number, which torch asks for where one becomes the current one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    return torch.device("cuda", 0) if device.type == "cuda" and device.index is None else device
-
-
-def _dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """On the CPU float32 unless told otherwise: half-width products are slower there."""
-    if name != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-    if device.type == "cpu" or stored == torch.float32:
-        return torch.float32
-    return torch.bfloat16
-
-
-def _max_context(config: WorkerConfig, model: DecoderConfig) -> int:
-    if config.max_context is None:
-        return model.max_position
-    if config.max_context > model.max_position:
-        raise ModelError(
-            f"max_context {config.max_context} exceeds the model's {model.max_position} positions"
-        )
-    return config.max_context
-
-
-def _model_info(
-    model: DecoderConfig,
-    checkpoint: StoredWeights,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    max_context: int,
-    folder: Path,
-) -> ModelInfo:
-    return ModelInfo(
-        fingerprint=checkpoint.fingerprint(),
-        vocab_size=model.vocab_size,
-        eos_token_ids=model.eos_token_ids,
-        bos_token_id=model.bos_token_id,
-        max_context=max_context,
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=str(dtype).removeprefix("torch."),
-        tokenizer_dir=str(folder),
-        kv_dtype=str(kv_dtype).removeprefix("torch."),
-    )

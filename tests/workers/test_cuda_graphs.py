@@ -16,6 +16,7 @@ from pagefleet.kernels.metadata import AttentionMetadata, HostLayout
 from pagefleet.workers import model_runner
 from pagefleet.workers.cuda_graphs import DecodeGraphs, GraphSettings, graph_sizes
 from pagefleet.workers.input_batch import StepLayout
+from pagefleet.workers.loaded_model import pick_device
 from pagefleet.workers.model_runner import ModelRunner
 from pagefleet.workers.promised_tokens import TokenFeed
 
@@ -152,7 +153,7 @@ def test_only_decodes_that_fit_are_held() -> None:
 )
 def test_a_gpu_is_named_by_its_number(name: str, device: str) -> None:
     """torch.cuda.set_device refuses one without."""
-    assert model_runner._device(name) == torch.device(device)
+    assert pick_device(name) == torch.device(device)
 
 
 @pytest.fixture
