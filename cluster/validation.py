@@ -67,7 +67,8 @@ def check_token_ids(field: str, token_ids: Sequence[int], card: ModelCard) -> No
     if not token_ids or (min(token_ids) >= 0 and max(token_ids) < card.vocab_size):
         return
     wrong = next(i for i in token_ids if not 0 <= i < card.vocab_size)
-    raise InvalidArgument(field, f"{wrong} is no token id of {card.model} (0 to {card.vocab_size})")
+    known = f"0 to {card.vocab_size - 1}"
+    raise InvalidArgument(field, f"{wrong} is no token id of {card.model} ({known})")
 
 
 def check_num(field: str, entries: Sized, max_num: int) -> None:

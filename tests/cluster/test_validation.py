@@ -4,9 +4,10 @@ import math
 from dataclasses import replace
 
 import pytest
+from cluster_factories import make_card, make_info
 
 from pagefleet.cluster.generation import GenerateCall, TextPrompt
-from pagefleet.cluster.validation import RequestLimits, check_call
+from pagefleet.cluster.validation import RequestLimits, check_call, check_token_ids
 from pagefleet.protos.errors import InvalidArgument
 from pagefleet.protos.messages import AdmissionClass, SamplingParams
 
@@ -118,3 +119,10 @@ def test_other_fields(change, field):
     with pytest.raises(InvalidArgument) as caught:
         check_call(replace(CALL, **change), RequestLimits())
     assert caught.value.field == field
+
+
+def test_the_last_token_id_is_named_where_one_beyond_it_is_refused():
+    card = replace(make_card(make_info()), vocab_size=10)
+    check_token_ids("ids", [0, 9], card)
+    with pytest.raises(InvalidArgument, match=r"10 is no token id of .* \(0 to 9\)"):
+        check_token_ids("ids", [10], card)
