@@ -147,6 +147,11 @@ class Scheduler:
         plan = StepPlan(self._step + 1)
         self._drill(plan)
         self._plan_running(plan, now)
+        num_rows = 0
+        while plan.is_empty and plan.has_preempted and len(self._batch) != num_rows:
+            # All that had their turn had to go themselves: others may run now.
+            num_rows = len(self._batch)
+            self._plan_running(plan, now)
         # Who was just preempted shall not come back at the others' cost; if there are no others,
         # nothing else would ever run.
         if self._queue and (not plan.has_preempted or not self._batch):

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from scheduler_fuzz import fuzz
+from scheduler_fuzz import Episode, fuzz
 
 sys.path.append(str(Path(__file__).parent))
 import plant_bugs
@@ -26,6 +26,14 @@ def test_random_load_on_random_replicas():
         assert totals.counts[name] > 0, totals
     for name in ("blocks_loaded", "copies_failed", "collisions_refused", "hit_tokens"):
         assert totals.counts[name] > 0, totals
+
+
+@pytest.mark.parametrize(
+    "episode",
+    [2495492486487],  # every row that had its turn was preempted, while others could run
+)
+def test_an_episode_that_once_failed(episode):
+    Episode(episode).run(150)
 
 
 @pytest.mark.slow
