@@ -157,6 +157,7 @@ class Scheduler:
         if self._queue and (not plan.has_preempted or not self._batch):
             self._admission.admit(plan, now)
         while plan.is_empty and self._unblock():
+            self._plan_running(plan, now)
             self._admission.admit(plan, now)
         self._plan_drafts(plan)
         self._announce(plan)
@@ -366,15 +367,20 @@ class Scheduler:
             self._speculation.observe_step(num_rows, record.num_drafts, elapsed_s)
 
     def _unblock(self) -> bool:
-        """Where all rows are beams that wait for siblings which wait for their blocks, one of them
-        has to let go. False: something else is on its way, or nothing waits."""
+        """Where all rows are beams that wait for siblings which wait for their blocks, or for
+        blocks that are promised to others, one of them has to let go: if possible one that has
+        made its offer. False: something else is on its way, or nothing waits."""
         if not (self._queue and self._batch) or self._in_flight or self._books.tier.is_busy:
             return False
         rows = [row for row in self._batch.rows() if self._batch.is_beam[row]]
         if self._life.has_unannounced or not rows:
             return False
-        youngest = max(rows, key=lambda row: self._batch.sequence(row).request.queue_key)
-        self._life.beams.park(self._batch.sequence(youngest))
+        beams, sequences = self._life.beams, [self._batch.sequence(row) for row in rows]
+        sequence = max(sequences, key=lambda s: (beams.has_offered(s), s.request.queue_key))
+        if beams.has_offered(sequence):
+            beams.park(sequence)
+        else:
+            self._life.preempt(sequence)
         return True
 
     def _announce(self, plan: StepPlan) -> None:

@@ -30,7 +30,10 @@ def test_random_load_on_random_replicas():
 
 @pytest.mark.parametrize(
     "episode",
-    [2495492486487],  # every row that had its turn was preempted, while others could run
+    [
+        2495492486487,  # every row that had its turn was preempted, while others could run
+        3976349929097,  # a beam without a block for its next token was taken for one that waits
+    ],
 )
 def test_an_episode_that_once_failed(episode):
     Episode(episode).run(150)
