@@ -147,9 +147,10 @@ def test_serve_answers_and_ends_with_zero(serving: subprocess.Popen[str], collec
 
 
 def test_serve_that_cannot_start_says_why_and_leaves_nothing(tiny_model: Path, tmp_path: Path):
-    (tmp_path / "config.json").write_text("{}")
-    shutil.copy(tiny_model / "tokenizer.json", tmp_path)
-    command = [*SERVE, "--model", str(tmp_path)]
+    folder = shutil.copytree(tiny_model, tmp_path / "broken")
+    for weights in folder.glob("*.safetensors"):
+        weights.write_bytes(b"no weights")  # which only a replica finds out
+    command = [*SERVE, "--model", str(folder)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == 1
     assert "could not be started" in result.stderr
