@@ -86,8 +86,6 @@ class AdmissionGate:
         alone_s = self._capacity().seconds_for(waiting.work)
         self.forecast.granted(alone_s, now, others_wait=len(self.queue) > 0)
 
-    # One step each
-
     def never_fits(self, request: ReserveRequest) -> str | None:
         """Why no replica could ever run it; None if one could."""
         if request.admission_class is AdmissionClass.GUARANTEED and request.max_tokens is None:
@@ -99,6 +97,8 @@ class AdmissionGate:
         if least > most:
             return f"prompt: needs {least} blocks at least, the largest pool has {most}"
         return None
+
+    # One step each
 
     def _refuse_overload(
         self, request: ReserveRequest, now: float, *, book: bool
@@ -151,9 +151,7 @@ class AdmissionGate:
         """How long the tenant's share of the cluster needs for this request."""
         need = self.need_of(request)
         duration_s = self.duration_s(request, need)
-        work = Work(
-            request.num_tokens, need.num_blocks * duration_s, request.num_samples * duration_s
-        )
+        work = Work.of(request.num_tokens, need.num_blocks, request.num_samples, duration_s)
         num_tenants = len(self.queue.tenants | self.book.tenants | {request.tenant})
         return _SLACK * self._capacity().seconds_for(work) * self.forecast.factor * num_tenants
 

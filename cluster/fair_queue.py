@@ -55,12 +55,9 @@ class WaitingRequest:
     @property
     def work(self) -> Work:
         """What it is expected to ask of the cluster."""
-        request, duration_s = self.request, self.duration_s
-        return Work(
-            request.num_tokens,
-            self.need.num_blocks * duration_s,
-            request.num_samples * duration_s,
-        )
+        request = self.request
+        num_blocks = self.need.num_blocks
+        return Work.of(request.num_tokens, num_blocks, request.num_samples, self.duration_s)
 
 
 @dataclass(slots=True)

@@ -21,6 +21,11 @@ class Work:
     block_seconds: float = 0.0
     sequence_seconds: float = 0.0
 
+    @classmethod
+    def of(cls, num_tokens: int, num_blocks: int, num_sequences: int, duration_s: float) -> "Work":
+        """What one request asks that holds its blocks and sequences for so long."""
+        return cls(num_tokens, num_blocks * duration_s, num_sequences * duration_s)
+
     def __add__(self, other: "Work") -> "Work":
         return Work(
             self.num_tokens + other.num_tokens,
