@@ -147,11 +147,7 @@ class Scheduler:
         plan = StepPlan(self._step + 1)
         self._drill(plan)
         self._plan_running(plan, now)
-        num_rows = 0
-        while plan.is_empty and plan.has_preempted and len(self._batch) != num_rows:
-            # All that had their turn had to go themselves: others may run now.
-            num_rows = len(self._batch)
-            self._plan_running(plan, now)
+        self._plan_others(plan, now)
         # Who was just preempted shall not come back at the others' cost; if there are no others,
         # nothing else would ever run.
         if self._queue and (not plan.has_preempted or not self._batch):
@@ -327,6 +323,13 @@ class Scheduler:
         elif plan.decode_rows is rows and is_whole and len(rows) and not batch.num_beams:
             left = batch.compute_limit[rows] - batch.num_computed[rows]
             self._steady = rows, batch.version, int(left.min()) - 1
+
+    def _plan_others(self, plan: StepPlan, now: float) -> None:
+        """Where all that had their turn had to go themselves, others may run."""
+        num_rows = 0
+        while plan.is_empty and plan.has_preempted and len(self._batch) != num_rows:
+            num_rows = len(self._batch)
+            self._plan_running(plan, now)
 
     def _plan_steady(self, plan: StepPlan, now: float) -> bool:
         """The same rows as in the step before, all of them plain decodes: False if they might
