@@ -39,6 +39,7 @@ from ..workers.worker import Worker, worker_environment
 T = TypeVar("T")
 
 _PLACEMENT_TIMEOUT_S = 60.0
+_PLACEMENT_TURN_S = 5
 _KILL_TIMEOUT_S = 20.0
 _CALLS_AT_ONCE = 24  # `Worker.join` holds one; each transfer of blocks holds some for a while
 
@@ -193,14 +194,17 @@ class RayReplica:
         amounts = {"CPU": self._spec.num_cpus, "GPU": self._spec.num_gpus}
         bundle = {name: amount for name, amount in amounts.items() if amount > 0}
         group = placement_group([bundle] * self._spec.num_ranks, strategy="STRICT_PACK")
-        try:
-            await asyncio.wait_for(group.ready(), _PLACEMENT_TIMEOUT_S)
-        except TimeoutError:
-            remove_placement_group(group)
-            raise ReplicaFailed(
-                f"{self._spec.replica_id}: no node has {self._spec.num_ranks} times "
-                f"{self._spec.num_cpus:g} CPUs and {self._spec.num_gpus:g} GPUs free"
-            ) from None
+        # `ready()` needs a thread of Ray's to hand the answer to the event loop, which a starved
+        # machine has lost; this asks the cluster's own store, in turns short enough to be cancelled
+        deadline = time.monotonic() + _PLACEMENT_TIMEOUT_S
+        while not await asyncio.to_thread(group.wait, _PLACEMENT_TURN_S):
+            if time.monotonic() > deadline:
+                remove_placement_group(group)
+                raise ReplicaFailed(
+                    f"{self._spec.replica_id}: no node has {self._spec.num_ranks} times "
+                    f"{self._spec.num_cpus:g} CPUs and {self._spec.num_gpus:g} GPUs free; "
+                    f"all nodes together have {_free_resources()}"
+                )
         return group
 
     def _create_worker(self, placement: PlacementGroup) -> "ActorHandle[object]":
@@ -240,6 +244,11 @@ class RayReplica:
             is_gone = not _is_node_alive(process.node_id)
         if not is_gone:
             raise ReplicaFailed(f"{self._spec.replica_id}: pid {process.pid} cannot be ended")
+
+
+def _free_resources() -> str:
+    free = cast("dict[str, float]", ray.available_resources())
+    return " and ".join(f"{free.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
 
 
 async def _end_of_leader(reply: object) -> ReplicaEnd:
