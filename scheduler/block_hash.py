@@ -15,6 +15,7 @@ every process, on every machine. The hash is fast, not proof: who serves a hit c
 import hashlib
 from struct import pack
 
+import numpy as np
 import xxhash
 
 from ..protos.messages import CacheIdentity
@@ -48,16 +49,11 @@ def root_hash(identity: CacheIdentity) -> bytes:
     return digest.digest()
 
 
-def token_bytes(token_ids: Int32Array) -> bytes:
-    """int32 little-endian, as both chains hash them."""
-    return token_ids.astype("<i4", copy=False).tobytes()
-
-
 def split_blocks(token_ids: Int32Array, block_size: int) -> list[bytes]:
-    """The bytes of each full block."""
-    data = token_bytes(token_ids)
-    width = 4 * block_size
-    return [data[end - width : end] for end in range(width, len(data) + 1, width)]
+    """The bytes of each full block: int32 little-endian, as both chains hash them."""
+    num_blocks = len(token_ids) // block_size
+    tokens = np.ascontiguousarray(token_ids[: num_blocks * block_size], dtype="<i4")
+    return tokens.view(f"V{4 * block_size}").tolist()  # as opaque items: cut by numpy at once
 
 
 def extend_chain(previous: bytes, blocks: list[bytes]) -> list[bytes]:
@@ -92,17 +88,8 @@ def route_positions(num_tokens: int, block_size: int) -> list[int]:
 
 def route_hashes(root: bytes, token_ids: Int32Array, block_size: int) -> tuple[bytes, ...]:
     """The route chain: one hash per entry of `route_positions`."""
-    digest = xxhash.xxh3_128_digest
-    data = token_bytes(token_ids)
-    width = 4 * block_size
-    stride = width * stride_blocks(block_size)
-    hashes: list[bytes] = []
-    append = hashes.append
-    previous = root
-    for start in range(0, min(len(data), stride) - width + 1, width):
-        previous = digest(previous + data[start : start + width])
-        append(previous)
-    for start in range(stride, len(data) - stride + 1, stride):
-        previous = digest(previous + data[start : start + stride])
-        append(previous)
-    return tuple(hashes)
+    stride = stride_blocks(block_size) * block_size
+    head = extend_chain(root, split_blocks(token_ids[:stride], block_size))
+    if len(token_ids) < 2 * stride:
+        return tuple(head)
+    return (*head, *extend_chain(head[-1], split_blocks(token_ids[stride:], stride)))
