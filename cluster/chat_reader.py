@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from . import reasoning
-from .gateway import Generation
+from .live_generation import LiveGeneration
 from .reasoning import ReasoningReader
 from .tool_calls import Tool, ToolCall, ToolCallReader
 
@@ -33,7 +33,7 @@ class ChatReader:
         self._calls = calls
 
     @classmethod
-    def of(cls, generation: Generation, tools: Sequence[Tool] = ()) -> "ChatReader":
+    def of(cls, generation: LiveGeneration, tools: Sequence[Tool] = ()) -> "ChatReader":
         """For an answer to this generation's prompt."""
         tokenizer = generation.model.tokenizer
         template = tokenizer.chat_template
@@ -41,7 +41,7 @@ class ChatReader:
             return cls(None, None)
         thoughts = calls = None
         if template.splits_reasoning:
-            tail = list(generation.prompt_token_ids[-_TAIL_TOKENS:])
+            tail = list(generation.prepared.prompt_token_ids[-_TAIL_TOKENS:])
             text = tokenizer.decode(tail, skip_special_tokens=False)
             thoughts = ReasoningReader(is_open=text.rstrip().endswith(reasoning.OPEN))
         if tools:

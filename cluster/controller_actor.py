@@ -109,8 +109,8 @@ class ControllerService:
     @ray.method(concurrency_group="reserve")
     async def reserve(self, request: ReserveRequest) -> Lease | Ticket | Refused:
         span = None
-        if self._tracing is not None and request.traceparent:
-            span = self._tracing.start("controller.decide", traceparent=request.traceparent)
+        if self._tracing is not None and request.trace.traceparent:
+            span = self._tracing.start("controller.decide", trace=request.trace)
         with self._deciding("reserve"):
             answer = self._controller.reserve(request, self._now())
             self._wake_pollers()

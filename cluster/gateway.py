@@ -1,6 +1,6 @@
 """The gateway: what both fronts, gRPC and HTTP, stand on.
 
-    front ─ GenerateCall ─► tokenize, check ─► GenerationRun ─► Generation ─ OutputDelta ─► front
+    front ─ GenerateCall ─► PreparedCall ─► GenerationRun ─► LiveGeneration ─ OutputDelta ─► front
 
 Knows models, limits and who may cancel what; nothing of protobuf or HTTP. Every call ends in one
 of three ways: all its samples ended, one error of the tree, or its client stopped listening.
@@ -11,7 +11,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from ..protos.errors import (
     InternalError,
     InvalidArgument,
     PagefleetError,
-    RequestCancelled,
 )
 from ..protos.messages import CacheReset, ClusterState, Explanation, Refused, SamplingParams
 from ..workers.tracing import Span, Tracing
@@ -29,13 +28,15 @@ from .config import HUB_ID
 from .controller import DRAIN_S, LAST_DRAIN_S
 from .controller_client import ControllerClient
 from .engine_client import ChannelFactory, EngineClient, insecure_channel
-from .generation import ChatPrompt, GenerateCall, OutputDelta, TextPrompt, TokenPrompt
-from .generation_run import Clock, GenerationRun, RetryPolicy
+from .generation import ChatPrompt, GenerateCall, TextPrompt, TokenPrompt
+from .generation_run import Clock, Emit, GenerationRun, RetryPolicy
 from .grammar import check_grammar
+from .live_generation import LiveGeneration
 from .metrics import GatewayMetrics, RequestMeter
 from .model_catalog import LoadTokenizer, ModelCatalog, OnDemand, ServedModel
+from .prepared_call import PreparedCall
 from .quotas import Quotas
-from .request_books import RequestBooks, RequestNames
+from .request_books import RequestBooks
 from .reservations import Reservations, error_of
 from .tokenizer import Tokenizer
 from .tool_calls import forced_grammar
@@ -54,94 +55,6 @@ class TokenizedPrompt:
 
     model: ServedModel
     token_ids: Sequence[int]
-
-
-class Generation:
-    """A running request as its front sees it: batches of deltas, then the end or an error.
-
-    Iterate to the end, or `aclose()` it: then its blocks come back. Batches hold all that came
-    since the last one, so a slow reader gets fewer and larger ones.
-    """
-
-    def __init__(
-        self,
-        request_id: str,
-        request_key: str,
-        model: ServedModel,
-        prompt: Sequence[int],
-        sampling: SamplingParams,
-    ) -> None:
-        self.request_id = request_id
-        self.request_key = request_key
-        self.books: RequestBooks | None = None
-        self.model = model
-        self.prompt_token_ids = prompt
-        self.sampling = sampling
-        self._deltas: list[OutputDelta] = []
-        self._error: PagefleetError | None = None
-        self._wakeup = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._over = asyncio.Event()  # the task is done and the books are closed
-
-    @property
-    def seed(self) -> int:
-        """The client's, or the one drawn for it."""
-        assert self.sampling.seed is not None, "an unset seed is drawn before"
-        return self.sampling.seed
-
-    def start(self, run: Coroutine[object, object, None]) -> None:
-        """Begin; `run` puts the deltas."""
-        self._task = asyncio.create_task(run)
-        self._task.add_done_callback(self._end)
-
-    def _end(self, task: asyncio.Task[None]) -> None:
-        """Also where it was cancelled before its first step."""
-        if self.books is not None:
-            self.books.close(cancelled=task.cancelled(), error=self._error)
-        self._over.set()
-        self._wakeup.set()
-
-    def put(self, deltas: list[OutputDelta]) -> None:
-        """Hand on what is new."""
-        if self.books is not None:
-            self.books.observe(deltas)
-        self._deltas.extend(deltas)
-        self._wakeup.set()
-
-    def fail(self, error: PagefleetError) -> None:
-        """End with an error; what an expired request has and nobody read yet is dropped."""
-        if isinstance(error, DeadlineExceeded):
-            self._deltas.clear()
-        self._error = error
-
-    def cancel(self) -> None:
-        """End it as cancelled, from outside; nothing is handed on from here."""
-        if self._task is not None and not self._task.done():
-            self._deltas.clear()
-            self._task.cancel()
-
-    def __aiter__(self) -> AsyncIterator[list[OutputDelta]]:
-        return self
-
-    async def __anext__(self) -> list[OutputDelta]:
-        assert self._task is not None, "the generation was not started"
-        while not self._deltas:
-            if self._over.is_set():
-                if self._task.cancelled():
-                    raise RequestCancelled("the request was cancelled")
-                if self._error is not None:
-                    raise self._error
-                raise StopAsyncIteration
-            self._wakeup.clear()
-            await self._wakeup.wait()
-        deltas, self._deltas = self._deltas, []
-        return deltas
-
-    async def aclose(self) -> None:
-        """Stop it if it still runs."""
-        self.cancel()
-        if self._task is not None:
-            await self._over.wait()
 
 
 class Gateway:
@@ -172,7 +85,7 @@ class Gateway:
         self.metrics = GatewayMetrics()
         self._watch = ClusterWatch(controller, self.metrics.recent, clock)
         self._quotas = Quotas(clock)
-        self._running: dict[tuple[str, str], set[Generation]] = {}
+        self._running: dict[tuple[str, str], set[LiveGeneration]] = {}
         self._counter = itertools.count()
         self._tasks: tuple[asyncio.Task[None], ...] = ()
 
@@ -212,35 +125,34 @@ class Gateway:
 
     # -- calls -------------------------------------------------------------------------------
 
-    async def generate(self, call: GenerateCall) -> Generation:
+    async def generate(self, call: GenerateCall) -> LiveGeneration:
         """Check and begin; errors that need no replica are raised here."""
-        arrived = self._clock()
-        deadline = None if call.deadline_s is None else arrived + call.deadline_s
         span = None
         if self._tracing is not None:
-            span = self._tracing.start("gateway.generate", traceparent=call.traceparent)
+            span = self._tracing.start("gateway.generate", trace=call.trace)
         try:
-            generation = await self._prepare(call)
-            generation.books = self._open_books(call, generation, span)
+            generation = LiveGeneration(await self._prepare(call))
+            generation.books = self._open_books(generation.prepared, span)
         except BaseException as error:
             if span is not None:
                 span.fail(str(error) or type(error).__name__)
             raise
-        run = self._make_run(call, generation, arrived, deadline, span)
-        generation.start(self._supervise(generation, call.tenant, run, deadline))
+        run = self._make_run(generation.prepared, generation.put, span)
+        generation.start(self._supervise(generation, run))
         return generation
 
-    async def explain(self, call: GenerateCall) -> tuple[Generation, Explanation]:
-        """What would happen to the call now; the generation is not begun."""
-        generation = await self._prepare(call)
-        run = self._make_run(call, generation, self._clock(), None, None)
+    async def explain(self, call: GenerateCall) -> tuple[PreparedCall, Explanation]:
+        """What would happen to the call now; it is not begun."""
+        prepared = await self._prepare(call)
+        run = self._make_run(prepared, emit=lambda deltas: None, span=None)
         answer = await self._controller.explain(run.reserve_request())
         if isinstance(answer, Refused):
             raise error_of(answer)
-        return generation, answer
+        return prepared, answer
 
-    async def _prepare(self, call: GenerateCall) -> Generation:
+    async def _prepare(self, call: GenerateCall) -> PreparedCall:
         """Everything that is wrong with a call is found here."""
+        arrived = self._clock()
         check_call(call, self.limits)
         await check_grammar(call.sampling.grammar)
         try:
@@ -253,9 +165,16 @@ class Gateway:
         sampling = await _with_forced_call(call, model)
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbits(64))
-        request_id = call.request_id or f"req-{secrets.token_hex(12)}"
-        request_key = f"{self.gateway_id}-{next(self._counter)}"
-        return Generation(request_id, request_key, model, prompt.token_ids, sampling)
+        return PreparedCall(
+            call,
+            model,
+            prompt.token_ids,
+            sampling,
+            request_id=call.request_id or f"req-{secrets.token_hex(12)}",
+            request_key=f"{self.gateway_id}-{next(self._counter)}",
+            arrived=arrived,
+            deadline=None if call.deadline_s is None else arrived + call.deadline_s,
+        )
 
     async def tokenize(
         self, model_name: str, prompt: TextPrompt | TokenPrompt | ChatPrompt
@@ -333,56 +252,33 @@ class Gateway:
 
     # -- one generation ----------------------------------------------------------------------
 
-    def _make_run(
-        self,
-        call: GenerateCall,
-        generation: Generation,
-        arrived: float,
-        deadline: float | None,
-        span: Span | None,
-    ) -> GenerationRun:
+    def _make_run(self, prepared: PreparedCall, emit: Emit, span: Span | None) -> GenerationRun:
         return GenerationRun(
-            call,
-            generation.model,
-            generation.prompt_token_ids,
-            generation.sampling,
-            request_key=generation.request_key,
-            request_id=generation.request_id,
+            prepared,
             gateway_id=self.gateway_id,
-            arrived=arrived,
-            deadline=deadline,
             reservations=self._reservations,
             engines=self._engines,
-            emit=generation.put,
+            emit=emit,
             clock=self._clock,
             retry=self._retry,
             span=span,
         )
 
-    def _open_books(
-        self, call: GenerateCall, generation: Generation, span: Span | None
-    ) -> RequestBooks:
+    def _open_books(self, prepared: PreparedCall, span: Span | None) -> RequestBooks:
         """Raises Overloaded where the tenant is over its quota."""
-        card, num_prompt_tokens = generation.model.card, len(generation.prompt_token_ids)
-        names = RequestNames(
-            generation.request_id,
-            generation.request_key,
-            call.tenant,
-            card.model,
-            num_prompt_tokens,
-        )
+        call, card = prepared.call, prepared.model.card
         use = None
         if call.quota is not None:
             block_size = card.identity.block_size
+            num_prompt_tokens = prepared.num_prompt_tokens
             use = self._quotas.admit(call.tenant, call.quota, num_prompt_tokens, block_size)
         meter = RequestMeter(self.metrics, card.model, self._clock)
-        return RequestBooks(names, self.metrics, meter, use, span)
+        return RequestBooks(prepared, self.metrics, meter, use, span)
 
-    async def _supervise(
-        self, generation: Generation, tenant: str, run: GenerationRun, deadline: float | None
-    ) -> None:
+    async def _supervise(self, generation: LiveGeneration, run: GenerationRun) -> None:
         """Run it to its end and tell the generation how it went."""
-        key = (tenant, generation.request_id)
+        prepared = generation.prepared
+        key, deadline = (prepared.call.tenant, prepared.request_id), prepared.deadline
         self._running.setdefault(key, set()).add(generation)
         try:
             async with asyncio.timeout(None if deadline is None else deadline - self._clock()):
@@ -393,17 +289,17 @@ class Gateway:
             generation.fail(error)
         except Exception:  # the edge of a request: its client must hear of it
             fields = {
-                "request_id": generation.request_id,
-                "request_key": generation.request_key,
+                "request_id": prepared.request_id,
+                "request_key": prepared.request_key,
             }
             logger.exception("a request failed", extra={"fields": fields})
-            generation.fail(InternalError(f"request {generation.request_id} failed"))
+            generation.fail(InternalError(f"request {prepared.request_id} failed"))
         finally:
             self._running[key].discard(generation)
             if not self._running[key]:
                 del self._running[key]
 
-    def _generations(self) -> list[Generation]:
+    def _generations(self) -> list[LiveGeneration]:
         return [generation for group in self._running.values() for generation in group]
 
 

@@ -7,7 +7,13 @@ neither knows how the gateway comes by them.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..protos.messages import AdmissionClass, FinishReason, SamplingParams, TokenLogprobs
+from ..protos.messages import (
+    AdmissionClass,
+    FinishReason,
+    SamplingParams,
+    TokenLogprobs,
+    TraceContext,
+)
 from .api_keys import TenantQuota
 from .tool_calls import ForcedCall, Tool
 
@@ -55,7 +61,7 @@ class GenerateCall:
     deadline_s: seconds left when the call arrived; None = no deadline.
     retry_token: from an earlier refusal that was an appointment.
     quota: what the tenant may use of this gateway; None = as much as there is.
-    traceparent: the client's W3C trace context, or empty.
+    trace: the client's, or empty.
     """
 
     prompt: Prompt
@@ -70,7 +76,7 @@ class GenerateCall:
     deadline_s: float | None = None
     retry_token: str = ""
     quota: TenantQuota | None = None
-    traceparent: str = ""
+    trace: TraceContext = field(default_factory=TraceContext)
 
 
 @dataclass(frozen=True, slots=True)

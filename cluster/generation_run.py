@@ -9,7 +9,7 @@ Each token is handed on once and in order. Knows neither who the client is nor h
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,16 +21,16 @@ from ..protos.messages import (
     Lease,
     ReserveRequest,
     SampleStart,
-    SamplingParams,
     SequenceDelta,
+    TraceContext,
     Usage,
     Weights,
 )
 from ..scheduler.block_hash import root_hash, route_hashes
-from ..workers.tracing import Span, SpanKind, child_span
+from ..workers.tracing import Span, SpanKind, child_span, trace_of
 from .engine_client import EngineClient, EngineStream, ReplicaLost
-from .generation import GenerateCall, GenerationUsage, OutputDelta
-from .model_catalog import ServedModel
+from .generation import GenerationUsage, OutputDelta
+from .prepared_call import PreparedCall
 from .reservations import Reservations
 from .sample_stream import SampleStream, TokensMissing
 
@@ -62,24 +62,14 @@ class LeaseRejected(Exception):
 class GenerationRun:
     """Runs one request to its end and emits what it gets.
 
-    Args:
-        request_key: unique in the cluster, internal. request_id: the client's name for it.
-        span: the request's, where it is traced.
-        deadline: on the clock.
+    span: the request's, where it is traced.
     """
 
     def __init__(
         self,
-        call: GenerateCall,
-        model: ServedModel,
-        prompt: Sequence[int],
-        sampling: SamplingParams,
+        prepared: PreparedCall,
         *,
-        request_key: str,
-        request_id: str,
         gateway_id: str,
-        arrived: float,
-        deadline: float | None,
         reservations: Reservations,
         engines: EngineClient,
         emit: Emit,
@@ -87,17 +77,15 @@ class GenerationRun:
         retry: RetryPolicy,
         span: Span | None = None,
     ) -> None:
-        self._call = call
-        self._model = model
-        self._prompt = tuple(prompt)
-        self._prompt_array = np.array(prompt, dtype=np.int32)  # made once: it costs the most
-        self._sampling = sampling
-        self._request_key = request_key
-        self._request_id = request_id
+        self._prepared = prepared
+        self._call = prepared.call
+        self._model = prepared.model
+        self._sampling = prepared.sampling
+        self._prompt = tuple(prepared.prompt_token_ids)
+        # made once: it costs the most
+        self._prompt_array = np.array(prepared.prompt_token_ids, dtype=np.int32)
         self._span = span
         self._gateway_id = gateway_id
-        self._arrived = arrived
-        self._deadline = deadline
         self._reservations = reservations
         self._engines = engines
         self._emit = emit
@@ -109,13 +97,8 @@ class GenerationRun:
         self._failing_since: float | None = None
         self._resumes = 0
         self._weights: Weights | None = None  # of the output so far
-        self._wants_prompt_logprobs = sampling.prompt_logprobs is not None
-        self._samples = [self._make_sample(index) for index in range(sampling.n)]
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self._prompt)
+        self._wants_prompt_logprobs = self._sampling.prompt_logprobs is not None
+        self._samples = [self._make_sample(index) for index in range(self._sampling.n)]
 
     async def run(self) -> None:
         """Until every sample has ended. Raises from the error tree; may be cancelled anywhere."""
@@ -151,14 +134,14 @@ class GenerationRun:
     async def _acquire(self) -> Lease:
         attempt = self._attempt
         with child_span(self._span, "controller.reserve", CLIENT, attempt=attempt) as span:
-            request = self.reserve_request("" if span is None else span.traceparent)
-            lease = await self._reservations.acquire(request, self._deadline)
+            request = self.reserve_request(trace_of(span))
+            lease = await self._reservations.acquire(request, self._prepared.deadline)
             if span is not None:
                 span.set(pagefleet__replica=lease.replica_id)
                 span.set(pagefleet__lease_blocks=lease.num_blocks)
             return lease
 
-    def reserve_request(self, traceparent: str = "") -> ReserveRequest:
+    def reserve_request(self, trace: TraceContext | None = None) -> ReserveRequest:
         """What the controller has to know to route the samples that have not ended."""
         unfinished = self._unfinished()
         num_outputs = [len(sample.token_ids) for sample in unfinished]
@@ -169,7 +152,7 @@ class GenerationRun:
         identity = replace(self._model.card.identity, salt=self._call.cache_salt)
         max_tokens = self._sampling.max_tokens
         return ReserveRequest(
-            request_key=self._request_key,
+            request_key=self._prepared.request_key,
             attempt=self._attempt,
             gateway_id=self._gateway_id,
             model=self._model.card.model,
@@ -183,17 +166,18 @@ class GenerationRun:
             retry_token=self._call.retry_token,
             excluded=self._excluded,
             weights=self._weights,
-            request_id=self._request_id,
-            traceparent=traceparent,
+            request_id=self._prepared.request_id,
+            trace=trace or TraceContext(),
         )
 
-    def _engine_request(self, lease: Lease, traceparent: str) -> EngineRequest:
+    def _engine_request(self, lease: Lease, trace: TraceContext) -> EngineRequest:
         sampling = self._sampling
         if not self._wants_prompt_logprobs:
             sampling = replace(sampling, prompt_logprobs=None)
-        left = None if self._deadline is None else max(self._deadline - self._clock(), 0.0)
+        deadline = self._prepared.deadline
+        left = None if deadline is None else max(deadline - self._clock(), 0.0)
         return EngineRequest(
-            request_key=f"{self._request_key}.{self._attempt}",
+            request_key=f"{self._prepared.request_key}.{self._attempt}",
             prompt_token_ids=self._prompt,
             sampling=sampling,
             samples=tuple(
@@ -205,8 +189,8 @@ class GenerationRun:
             priority=self._call.priority,
             deadline_s=left,
             cache_salt=self._call.cache_salt,
-            request_id=self._request_id,
-            traceparent=traceparent,
+            request_id=self._prepared.request_id,
+            trace=trace,
             transfer=lease.transfer,
         )
 
@@ -215,10 +199,10 @@ class GenerationRun:
     async def _run_attempt(self, lease: Lease) -> None:
         replica = lease.replica_id
         with child_span(self._span, "engine.generate", CLIENT, pagefleet__replica=replica) as span:
-            await self._run_on(lease, "" if span is None else span.traceparent)
+            await self._run_on(lease, trace_of(span))
 
-    async def _run_on(self, lease: Lease, traceparent: str) -> None:
-        stream = self._engines.submit(lease, self._engine_request(lease, traceparent))
+    async def _run_on(self, lease: Lease, trace: TraceContext) -> None:
+        stream = self._engines.submit(lease, self._engine_request(lease, trace))
         try:
             while self._unfinished():
                 self._accept_all(stream, lease, await stream.next_deltas())
@@ -289,7 +273,10 @@ class GenerationRun:
         await asyncio.sleep(min(self._retry.pause_s, 0.01 * 2**self._attempt))
 
     def _log(self, event: str, reason: str) -> None:
-        fields = {"request_id": self._request_id, "request_key": self._request_key}
+        fields = {
+            "request_id": self._prepared.request_id,
+            "request_key": self._prepared.request_key,
+        }
         logger.info(event, extra={"fields": fields | {"reason": reason}})
 
     def _is_out_of_patience(self) -> bool:
@@ -333,22 +320,22 @@ class GenerationRun:
 
     def _usage(self, sample: SampleStream, replica_id: str) -> GenerationUsage:
         now, first = self._clock(), sample.first_token_at
-        counted = sample.usage or Usage(self.num_prompt_tokens, 0, 0)
+        counted = sample.usage or Usage(len(self._prompt), 0, 0)
         admitted = now if self._admitted_at is None else self._admitted_at
         return GenerationUsage(
-            prompt_tokens=self.num_prompt_tokens,
+            prompt_tokens=len(self._prompt),
             # of a resumed sample the engine counts its output as prompt
-            cached_tokens=min(counted.cached_tokens, self.num_prompt_tokens),
+            cached_tokens=min(counted.cached_tokens, len(self._prompt)),
             completion_tokens=len(sample.token_ids),
             preemptions=counted.preemptions,
             replica=replica_id,
             resumes=self._resumes,
-            admission_s=admitted - self._arrived,
+            admission_s=admitted - self._prepared.arrived,
             queued_s=counted.queued_s,
             prefill_s=counted.prefill_s,
             decode_s=counted.decode_s,
-            first_token_s=None if first is None else first - self._arrived,
-            total_s=now - self._arrived,
+            first_token_s=None if first is None else first - self._prepared.arrived,
+            total_s=now - self._prepared.arrived,
         )
 
 

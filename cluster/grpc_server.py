@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from ..protos import inference_pb2 as pb
 from ..protos.deserializer import Malformed, make_deserializer
 from ..protos.errors import InternalError, InvalidArgument, PagefleetError
+from ..protos.messages import TraceContext
 from . import proto_conversion as convert
 from .access import Access, Caller
 from .cluster_watch import DEFAULT_PERIOD_S
@@ -40,7 +41,6 @@ ADMIN_SERVICE = pb.DESCRIPTOR.services_by_name["Admin"].full_name
 KEY_METADATA = "authorization"
 TENANT_METADATA = "pagefleet-tenant"
 RETRY_TOKEN_METADATA = "retry-token"
-TRACE_METADATA = "traceparent"
 
 _MAX_REQUEST_BYTES = 16 * 2**20
 # gRPC refuses above this itself, and knows no field to blame.
@@ -68,8 +68,7 @@ class Rpc:
             deadline_s=self.context.time_remaining(),
             retry_token=_metadata(self.context, RETRY_TOKEN_METADATA),
         )
-        traceparent = _metadata(self.context, TRACE_METADATA)
-        return self.caller.own(replace(call, traceparent=traceparent))
+        return self.caller.own(replace(call, trace=_trace(self.context)))
 
 
 _Unary = Callable[[RequestT, Rpc], Awaitable[ResponseT]]
@@ -154,8 +153,8 @@ class InferenceServicer:
 
     async def explain(self, request: pb.GenerateRequest, rpc: Rpc) -> pb.ExplainResponse:
         """What would happen to a request."""
-        generation, answer = await self._gateway.explain(rpc.generate_call(request))
-        return convert.explanation_to_proto(generation, answer)
+        prepared, answer = await self._gateway.explain(rpc.generate_call(request))
+        return convert.explanation_to_proto(prepared, answer)
 
     async def cancel(self, request: pb.CancelRequest, rpc: Rpc) -> pb.CancelResponse:
         """End one's own requests of an id."""
@@ -351,7 +350,14 @@ def _serialize(message: Message) -> bytes:
 
 
 def _metadata(context: Context, key: str) -> str:
-    for name, value in context.invocation_metadata() or ():
-        if name == key and isinstance(value, str):
-            return value
-    return ""
+    return next(iter(_all_metadata(context, key)), "")
+
+
+def _all_metadata(context: Context, key: str) -> list[str]:
+    entries = context.invocation_metadata() or ()
+    return [value for name, value in entries if name == key and isinstance(value, str)]
+
+
+def _trace(context: Context) -> TraceContext:
+    tracestate = ",".join(_all_metadata(context, "tracestate"))  # it may come in parts
+    return TraceContext(_metadata(context, "traceparent"), tracestate)

@@ -17,15 +17,18 @@ from typing import TypeVar
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from ..protos.errors import InternalError, InvalidArgument, ModelNotFound, PagefleetError
+from ..protos.messages import TraceContext
 from .access import Access, Caller
 from .dashboard.pages import add_dashboard
-from .gateway import Gateway, Generation
+from .gateway import Gateway
 from .generation import GenerateCall, GenerationUsage, OutputDelta, Prompt, merge_deltas
 from .http_streams import EventStream, JsonResponse, or_disconnect, read_body
+from .live_generation import LiveGeneration
 from .metrics import GatewayMetrics
 from .model_catalog import ServedModel
 from .openai_format import (
@@ -50,7 +53,6 @@ logger = logging.getLogger(__name__)
 TENANT_HEADER = "x-pagefleet-tenant"
 TIMEOUT_HEADER = "x-request-timeout-ms"
 RETRY_TOKEN_HEADER = "retry-token"
-TRACE_HEADER = "traceparent"
 
 _MAX_BODY_BYTES = 16 * 2**20
 
@@ -81,7 +83,7 @@ class _Answer:
     """The generations of one HTTP request, and how they are written."""
 
     request_id: str
-    generations: Sequence[Generation]
+    generations: Sequence[LiveGeneration]
     format: Format
     num_samples: int
 
@@ -186,7 +188,7 @@ class OpenAIEndpoints:
     async def _answer(
         self, request: Request, body: RequestBody, calls: list[GenerateCall], form: Format
     ) -> Response:
-        generations: list[Generation] = []
+        generations: list[LiveGeneration] = []
         answer = _Answer(calls[0].request_id, generations, form, body.num_samples)
         is_handed_over = False
         try:
@@ -233,9 +235,14 @@ def _call(
         request_id=body.request_id or f"{prefix}-{secrets.token_hex(12)}",
         deadline_s=_timeout_s(headers.get(TIMEOUT_HEADER)),
         retry_token=headers.get(RETRY_TOKEN_HEADER, ""),
-        traceparent=headers.get(TRACE_HEADER, ""),
+        trace=_trace(headers),
     )
     return caller.own(call)
+
+
+def _trace(headers: Headers) -> TraceContext:
+    tracestate = ",".join(headers.getlist("tracestate"))  # it may come in parts
+    return TraceContext(headers.get("traceparent", ""), tracestate)
 
 
 def _timeout_s(header: str | None) -> float | None:
@@ -267,7 +274,7 @@ async def _whole(answer: _Answer) -> Json:
     }
 
 
-async def _collect(generation: Generation) -> list[OutputDelta]:
+async def _collect(generation: LiveGeneration) -> list[OutputDelta]:
     return merge_deltas([delta async for batch in generation for delta in batch])
 
 
@@ -303,7 +310,7 @@ async def _chunks(
 
 def _choices(
     form: Format,
-    generation: Generation,
+    generation: LiveGeneration,
     delta: OutputDelta,
     index: int,
     open_choices: dict[int, Choice],
@@ -327,12 +334,12 @@ def _chunk(answer: _Answer, choices: list[Json], wants_usage: bool) -> Json:
 
 
 async def _batches(
-    generations: Sequence[Generation],
+    generations: Sequence[LiveGeneration],
 ) -> AsyncIterator[tuple[int, list[OutputDelta]]]:
     """The batches of all generations as they come, each with its generation's number."""
     queue: asyncio.Queue[tuple[int, list[OutputDelta]] | PagefleetError | None] = asyncio.Queue()
 
-    async def read(which: int, generation: Generation) -> None:
+    async def read(which: int, generation: LiveGeneration) -> None:
         try:
             async for batch in generation:
                 queue.put_nowait((which, batch))
@@ -357,7 +364,7 @@ async def _batches(
 
 
 async def _events(
-    writer: ResponseWriter, generation: Generation, metrics: GatewayMetrics
+    writer: ResponseWriter, generation: LiveGeneration, metrics: GatewayMetrics
 ) -> AsyncGenerator[object, None]:
     """The events of a response. Errors before the first token are raised: they have a status."""
     is_first = True
@@ -377,7 +384,7 @@ async def _events(
         yield writer.fail(error)
 
 
-async def _close_response(events: AsyncGenerator[object, None], generation: Generation) -> None:
+async def _close_response(events: AsyncGenerator[object, None], generation: LiveGeneration) -> None:
     await events.aclose()
     await generation.aclose()
 

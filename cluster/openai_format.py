@@ -12,8 +12,8 @@ from ..protos.errors import InvalidArgument, PagefleetError
 from ..protos.messages import FinishReason, TokenLogprobs
 from .chat_reader import ChatReader
 from .detokenizer import TokenPieces
-from .gateway import Generation
 from .generation import GenerationUsage, OutputDelta, best_tokens
+from .live_generation import LiveGeneration
 from .tool_calls import Tool, ToolCall
 
 Json = dict[str, object]
@@ -112,7 +112,7 @@ class Format(Protocol):
     whole_object: str
     chunk_object: str
 
-    def choice(self, generation: Generation) -> Choice:
+    def choice(self, generation: LiveGeneration) -> Choice:
         """A new one."""
         ...
 
@@ -126,13 +126,13 @@ class ChatFormat:
     def __init__(self, tools: Sequence[Tool] = ()) -> None:
         self._tools = tools
 
-    def choice(self, generation: Generation) -> Choice:
+    def choice(self, generation: LiveGeneration) -> Choice:
         """See Format."""
         return _ChatChoice(generation, ChatReader.of(generation, self._tools))
 
 
 class _ChatChoice:
-    def __init__(self, generation: Generation, reader: ChatReader) -> None:
+    def __init__(self, generation: LiveGeneration, reader: ChatReader) -> None:
         self._generation = generation
         self._reader = reader
         self._shown = ShownTokens()
@@ -206,13 +206,13 @@ class CompletionFormat:
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def choice(self, generation: Generation) -> Choice:
+    def choice(self, generation: LiveGeneration) -> Choice:
         """See Format."""
         return _CompletionChoice(generation)
 
 
 class _CompletionChoice:
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: LiveGeneration) -> None:
         self._generation = generation
         self._shown = ShownTokens()
 
@@ -269,7 +269,9 @@ def usage_body(usages: Sequence[GenerationUsage], num_samples: int) -> Json:
     }
 
 
-def sample_details(generations: Sequence[Generation], usages: Sequence[GenerationUsage]) -> Json:
+def sample_details(
+    generations: Sequence[LiveGeneration], usages: Sequence[GenerationUsage]
+) -> Json:
     """What a client may want to know of how it was served."""
     return {
         "seeds": [generation.seed for generation in generations],

@@ -19,7 +19,6 @@ from ..protos.messages import (
     TokenLogprobs,
 )
 from . import grammar
-from .gateway import Generation
 from .generation import (
     ChatMessage,
     ChatPrompt,
@@ -31,7 +30,9 @@ from .generation import (
     TokenPrompt,
     best_tokens,
 )
+from .live_generation import LiveGeneration
 from .model_catalog import ServedModel
+from .prepared_call import PreparedCall
 from .validation import RequestLimits, check_num
 
 
@@ -150,7 +151,7 @@ def _admission_class(name: str) -> AdmissionClass:
 
 
 def response_to_proto(
-    generation: Generation, deltas: Sequence[OutputDelta], *, is_first: bool
+    generation: LiveGeneration, deltas: Sequence[OutputDelta], *, is_first: bool
 ) -> pb.GenerateResponse:
     """One message; the seed goes with the first."""
     response = pb.GenerateResponse(
@@ -161,7 +162,7 @@ def response_to_proto(
     )
     for delta in deltas:
         for position, entry in enumerate(delta.prompt_logprobs):
-            token_id = generation.prompt_token_ids[position]
+            token_id = generation.prepared.prompt_token_ids[position]
             response.prompt_logprobs.append(
                 pb.TokenLogprobs(token_id=token_id)
                 if entry is None
@@ -225,11 +226,11 @@ def model_to_proto(model: ServedModel) -> pb.Model:
     )
 
 
-def explanation_to_proto(generation: Generation, answer: Explanation) -> pb.ExplainResponse:
+def explanation_to_proto(prepared: PreparedCall, answer: Explanation) -> pb.ExplainResponse:
     """What would happen, and every replica's cost."""
     return pb.ExplainResponse(
-        model=generation.model.card.model,
-        prompt_tokens=len(generation.prompt_token_ids),
+        model=prepared.model.card.model,
+        prompt_tokens=prepared.num_prompt_tokens,
         policy=answer.policy,
         decision=answer.decision,
         reason=answer.reason,

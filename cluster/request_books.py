@@ -4,25 +4,14 @@ Sees the deltas on their way to the client; changes and delays nothing.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ..protos.errors import PagefleetError
 from ..workers.tracing import Span
 from .generation import OutputDelta
 from .metrics import GatewayMetrics, RequestMeter
+from .prepared_call import PreparedCall
 from .quotas import QuotaUse
 from .request_log import log_request_end
-
-
-@dataclass(frozen=True, slots=True)
-class RequestNames:
-    """How the request is called, by whom, and what it is for."""
-
-    request_id: str
-    request_key: str
-    tenant: str
-    model: str
-    num_prompt_tokens: int
 
 
 class RequestBooks:
@@ -30,18 +19,18 @@ class RequestBooks:
 
     def __init__(
         self,
-        names: RequestNames,
+        prepared: PreparedCall,
         metrics: GatewayMetrics,
         meter: RequestMeter,
         use: QuotaUse | None,
         span: Span | None = None,
     ) -> None:
-        self._names = names
+        self._prepared = prepared
         self._metrics = metrics
         self._meter = meter
         self._use = use
         self._span = span
-        metrics.begin(names.model)
+        metrics.begin(prepared.model.card.model)
 
     def observe(self, deltas: Sequence[OutputDelta]) -> None:
         """What the client is about to get."""
@@ -51,18 +40,18 @@ class RequestBooks:
 
     def close(self, *, cancelled: bool, error: PagefleetError | None) -> None:
         """The request is over."""
-        names = self._names
-        self._metrics.end(names.model)
+        prepared = self._prepared
+        self._metrics.end(prepared.model.card.model)
         if self._use is not None:
             self._use.close()
         outcome = "ok" if error is None else error.reason.lower()
         line: dict[str, object] = {
-            "request_id": names.request_id,
-            "request_key": names.request_key,
-            "tenant": names.tenant,
-            "model": names.model,
+            "request_id": prepared.request_id,
+            "request_key": prepared.request_key,
+            "tenant": prepared.call.tenant,
+            "model": prepared.model.card.model,
             "outcome": "cancelled" if cancelled else outcome,
-            "prompt_tokens": names.num_prompt_tokens,
+            "prompt_tokens": prepared.num_prompt_tokens,
             **self._meter.summary(),
         }
         if self._span is not None:
@@ -71,14 +60,14 @@ class RequestBooks:
         log_request_end(line)
 
     def _end_span(self, span: Span, error: PagefleetError | None) -> None:
-        names = self._names
+        prepared = self._prepared
         span.set(
-            gen_ai__request__model=names.model,
-            gen_ai__usage__input_tokens=names.num_prompt_tokens,
+            gen_ai__request__model=prepared.model.card.model,
+            gen_ai__usage__input_tokens=prepared.num_prompt_tokens,
             gen_ai__usage__output_tokens=self._meter.num_tokens,
-            pagefleet__request_id=names.request_id,
-            pagefleet__request_key=names.request_key,
-            pagefleet__tenant=names.tenant,
+            pagefleet__request_id=prepared.request_id,
+            pagefleet__request_key=prepared.request_key,
+            pagefleet__tenant=prepared.call.tenant,
         )
         if error is None:
             span.end()

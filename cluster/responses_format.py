@@ -14,8 +14,8 @@ from typing import cast
 from ..protos.errors import PagefleetError
 from ..protos.messages import FinishReason, TokenLogprobs
 from .chat_reader import ChatPart, ChatReader
-from .gateway import Generation
 from .generation import GenerationUsage, OutputDelta
+from .live_generation import LiveGeneration
 from .openai_format import (
     Json,
     ShownTokens,
@@ -73,7 +73,7 @@ class _OpenText:
 class ResponseWriter:
     """Writes one response from its deltas; every event and the whole come from here."""
 
-    def __init__(self, body: ResponsesBody, generation: Generation, response_id: str) -> None:
+    def __init__(self, body: ResponsesBody, generation: LiveGeneration, response_id: str) -> None:
         self._body = body
         self._generation = generation
         self._id = response_id

@@ -19,6 +19,7 @@ from .messages import (
     SamplingParams,
     SequenceDelta,
     TokenLogprobs,
+    TraceContext,
     TransferPeer,
     Usage,
 )
@@ -114,7 +115,8 @@ def encode_engine_request(request: EngineRequest) -> engine_pb2.Submit:
         adapter=request.adapter,
         transfer=None if request.transfer is None else _encode_transfer(request.transfer),
         request_id=request.request_id,
-        traceparent=request.traceparent,
+        traceparent=request.trace.traceparent,
+        tracestate=request.trace.tracestate,
     )
 
 
@@ -137,7 +139,7 @@ def decode_engine_request(message: engine_pb2.Submit) -> EngineRequest:
         adapter=message.adapter,
         transfer=_decode_transfer(message.transfer) if message.HasField("transfer") else None,
         request_id=message.request_id,
-        traceparent=message.traceparent,
+        trace=TraceContext(message.traceparent, message.tracestate),
     )
 
 

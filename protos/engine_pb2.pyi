@@ -30,7 +30,7 @@ class Hello(_message.Message):
     def __init__(self, gateway_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., stream_secret: _Optional[str] = ..., received_sequence: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_key", "prompt_token_ids", "sampling", "samples", "lease_id", "lease_blocks", "admission_class", "priority", "deadline_s", "cache_salt", "adapter", "request_id", "traceparent", "transfer")
+    __slots__ = ("request_key", "prompt_token_ids", "sampling", "samples", "lease_id", "lease_blocks", "admission_class", "priority", "deadline_s", "cache_salt", "adapter", "request_id", "traceparent", "transfer", "tracestate")
     REQUEST_KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class Submit(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    TRACESTATE_FIELD_NUMBER: _ClassVar[int]
     request_key: str
     prompt_token_ids: bytes
     sampling: Sampling
@@ -59,7 +60,8 @@ class Submit(_message.Message):
     request_id: str
     traceparent: str
     transfer: Transfer
-    def __init__(self, request_key: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[SampleStart, _Mapping]]] = ..., lease_id: _Optional[int] = ..., lease_blocks: _Optional[int] = ..., admission_class: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., transfer: _Optional[_Union[Transfer, _Mapping]] = ...) -> None: ...
+    tracestate: str
+    def __init__(self, request_key: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., samples: _Optional[_Iterable[_Union[SampleStart, _Mapping]]] = ..., lease_id: _Optional[int] = ..., lease_blocks: _Optional[int] = ..., admission_class: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., transfer: _Optional[_Union[Transfer, _Mapping]] = ..., tracestate: _Optional[str] = ...) -> None: ...
 
 class Transfer(_message.Message):
     __slots__ = ("replica_id", "incarnation", "actors", "num_tokens", "timeout_s")

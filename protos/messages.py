@@ -116,13 +116,25 @@ class TransferStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TraceContext:
+    """W3C's: the values of both its headers, as they stand there.
+
+    traceparent: which span is whose parent. tracestate: what tracing systems have to tell each
+    other, which is handed on and never read.
+    """
+
+    traceparent: str = ""
+    tracestate: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """What a gateway submits to a leader under a lease.
 
     request_key: internal, unique per attempt; never a client-chosen id.
     deadline_s: seconds left when sent; None = no deadline. request_id: the client's name for it,
-    for logs only. traceparent: W3C trace context of who submits, empty = not traced.
-    transfer: from where, by its lease, a part of the prompt may be copied.
+    for logs only. trace: of who submits; empty = not traced. transfer: from where, by its
+    lease, a part of the prompt may be copied.
     """
 
     request_key: str
@@ -137,7 +149,7 @@ class EngineRequest:
     cache_salt: str = ""
     adapter: str = ""
     request_id: str = ""
-    traceparent: str = ""
+    trace: TraceContext = field(default_factory=TraceContext)
     transfer: PrefixTransfer | None = None
 
 
@@ -427,8 +439,8 @@ class ReserveRequest:
     route_hashes: §3.2's route chain over prompt (and resumed output), 16 bytes each.
     num_tokens: tokens known now (prompt + resumed output). excluded: replicas that just failed
     this request. deadline_s: seconds left. request_id: the client's name for it, to be shown
-    only. traceparent: W3C trace context of who asks, empty = not traced. weights: those that its
-    output so far is of; None = it has none, and any will do.
+    only. trace: of who asks; empty = not traced. weights: those that its output so far is of; None
+    = it has none, and any will do.
     """
 
     request_key: str
@@ -446,7 +458,7 @@ class ReserveRequest:
     retry_token: str = ""
     excluded: tuple[str, ...] = ()
     request_id: str = ""
-    traceparent: str = ""
+    trace: TraceContext = field(default_factory=TraceContext)
     weights: Weights | None = None
 
 

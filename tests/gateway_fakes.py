@@ -15,9 +15,10 @@ from view_factories import make_cluster_view
 
 from pagefleet.cluster.chat_template import ChatTemplate
 from pagefleet.cluster.engine_client import EngineStream
-from pagefleet.cluster.gateway import Gateway, Generation
+from pagefleet.cluster.gateway import Gateway
 from pagefleet.cluster.generation import GenerateCall, merge_deltas
 from pagefleet.cluster.generation_run import RetryPolicy
+from pagefleet.cluster.live_generation import LiveGeneration
 from pagefleet.cluster.tokenizer import Tokenizer
 from pagefleet.protos.errors import Overloaded, Unavailable
 from pagefleet.protos.messages import (
@@ -530,7 +531,7 @@ class FakeCluster:
         return merge_deltas(await collect(await self.gateway.generate(call)))
 
 
-async def collect(generation: Generation):
+async def collect(generation: LiveGeneration):
     return [delta async for batch in generation for delta in batch]
 
 

@@ -31,12 +31,12 @@ class RequestSpans:
 
     def begin(self, request: EngineRequest) -> None:
         """A request was submitted; nothing happens where its gateway does not trace it."""
-        if not request.traceparent:
+        if not request.trace.traceparent:
             return
         began_ns = now_ns()
         span = self._tracing.start(
             "engine.request",
-            traceparent=request.traceparent,
+            trace=request.trace,
             start_ns=began_ns,
             pagefleet__request_key=request.request_key,
             pagefleet__request_id=request.request_id,

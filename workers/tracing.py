@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING, cast
 
+from ..protos.messages import TraceContext
+
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -48,10 +50,14 @@ class Span:
         self._span = span
 
     @property
-    def traceparent(self) -> str:
-        """The context that whoever is called works under, as its header's value."""
-        context = self._span.get_span_context()
-        return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+    def trace(self) -> TraceContext:
+        """What whoever is called works under."""
+        from opentelemetry.trace import set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        headers: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(headers, set_span_in_context(self._span))
+        return TraceContext(headers.get("traceparent", ""), headers.get("tracestate", ""))
 
     @property
     def trace_id(self) -> str:
@@ -102,20 +108,26 @@ class Tracing:
         name: str,
         kind: SpanKind = SpanKind.SERVER,
         *,
-        traceparent: str = "",
+        trace: TraceContext,
         start_ns: int | None = None,
         **attributes: Value,
     ) -> Span:
         """Begin work; under the caller's context, or as a trace of its own where it has none."""
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        parent = TraceContextTextMapPropagator().extract({"traceparent": traceparent})
+        headers = {"traceparent": trace.traceparent, "tracestate": trace.tracestate}
+        parent = TraceContextTextMapPropagator().extract(headers)
         return _start(self._tracer, name, parent, kind, start_ns, attributes)
 
     def close(self) -> None:
         """Send what is left, but wait no longer than seconds for whoever should take it."""
         self._provider.force_flush(_FLUSH_MS)
         self._provider.shutdown()
+
+
+def trace_of(span: Span | None) -> TraceContext:
+    """What whoever is called works under; empty where nothing is traced."""
+    return TraceContext() if span is None else span.trace
 
 
 @contextmanager

@@ -32,6 +32,8 @@ from pagefleet.workers.tracing import (
 
 TRACE_ID, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{CALLER}-01"
+TRACESTATE = ("congo=t61rcWkgMzE,rojo=1", "other@vendor=2")  # one header may come as several
+HEADERS = (("traceparent", TRACEPARENT), *(("tracestate", part) for part in TRACESTATE))
 
 
 @pytest.fixture
@@ -104,6 +106,8 @@ def check_one_trace(spans) -> None:
         "engine.decode": "engine.request",
     }
     assert {f"{span.context.trace_id:032x}" for span in spans.values()} == {TRACE_ID}
+    for span in spans.values():
+        assert span.context.trace_state.to_header() == ",".join(TRACESTATE), span.name
     assert f"{spans['gateway.generate'].parent.span_id:016x}" == CALLER
     for child, parent in parents.items():
         assert spans[child].parent.span_id == spans[parent].context.span_id, child
@@ -116,7 +120,7 @@ async def test_grpc_and_http_calls_are_one_trace_each(loaded):
         request = pb.GenerateRequest(
             text="hello", sampling=pb.Sampling(max_tokens=4, ignore_eos=True), request_id="mine"
         )
-        await InferenceStub(channel).Generate(request, metadata=(("traceparent", TRACEPARENT),))
+        await InferenceStub(channel).Generate(request, metadata=HEADERS)
         await channel.close()
         spans = await traced.ended(*ALL)
         check_one_trace(spans)
@@ -131,8 +135,7 @@ async def test_grpc_and_http_calls_are_one_trace_each(loaded):
         traced.exporter.clear()
         async with httpx.AsyncClient(base_url=f"http://{traced.addresses.http}") as http:
             body = {"model": "tiny", "prompt": "hi", "max_tokens": 3}
-            headers = {"traceparent": TRACEPARENT}
-            assert (await http.post("/v1/completions", json=body, headers=headers)).is_success
+            assert (await http.post("/v1/completions", json=body, headers=HEADERS)).is_success
         check_one_trace(await traced.ended(*ALL))
 
 

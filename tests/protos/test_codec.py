@@ -14,6 +14,7 @@ from pagefleet.protos.messages import (
     SamplingParams,
     SequenceDelta,
     TokenLogprobs,
+    TraceContext,
     TransferPeer,
     Usage,
 )
@@ -73,7 +74,7 @@ def test_a_request_survives_the_wire(sampling):
         cache_salt="salt",
         adapter="a",
         request_id="mine",
-        traceparent="00-1-2-01",
+        trace=TraceContext("00-1-2-01", "vendor=1"),
         transfer=PrefixTransfer(TransferPeer("r1", "life", ("a", "b")), 512, 0.25),
     )
     data = codec.encode_engine_request(request).SerializeToString()
