@@ -41,14 +41,18 @@ def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def cluster(ray_cluster: None, slow_model: Path) -> Iterator[object]:
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
+def cluster(
+    request: pytest.FixtureRequest, ray_cluster: None, slow_model: Path
+) -> Iterator[object]:
+    """Two replicas of one rank or of two, each rank with its own half of every block."""
     from pagefleet.cluster.config import ClusterConfig, NamedModel
     from pagefleet.cluster.serve import started_cluster
 
     config = ClusterConfig(
         models=(NamedModel(str(slow_model), "slow"),),
         replicas=2,
+        tp=request.param,
         grpc_port=0,
         http_port=0,
         num_blocks=400,
