@@ -5,16 +5,15 @@ other, on purpose.
 """
 
 # Ray is not wholly typed.
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
 import logging
 import os
-import shutil
 import signal
-import tempfile
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -25,6 +24,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .config import CommandError
+from .scratch_folder import scratch_folder
 
 _OBJECT_STORE_BYTES = 100 * 2**20  # control messages only: weights and tokens never pass it
 _START_ATTEMPTS = 2  # a busy machine can miss Ray's fixed limit of 30 s for a node's start
@@ -36,18 +36,14 @@ def ray_session(address: str | None, num_cpus: int | None = None) -> Generator[N
 
     num_cpus: what the private cluster may schedule; None = this machine's cores.
     """
-    # Short: sockets lie below it, and their paths may have 107 bytes at most.
-    folder = Path(tempfile.mkdtemp(prefix="pagefleet-", dir=_short_tmp()))
-    try:
-        with _signals_held():
-            if address is None:
-                _start(folder, num_cpus)
-            else:
-                _join(address)
+    with ExitStack() as stack:
+        if address is None:
+            start = partial(_start, stack.enter_context(scratch_folder()), num_cpus)
+        else:
+            start = partial(_join, address)
+        stack.callback(ray.shutdown)
+        start()
         yield
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -80,10 +76,6 @@ def on_this_node(*, soft: bool) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft)
 
 
-def _short_tmp() -> str | None:
-    return "/tmp" if os.access("/tmp", os.W_OK) else None
-
-
 def _worker_environment() -> dict[str, str]:
     """What every actor's process finds: before it loads OpenMP, and where its spans go."""
     traces = {name: value for name, value in os.environ.items() if name.startswith("OTEL_")}
@@ -92,13 +84,14 @@ def _worker_environment() -> dict[str, str]:
 
 def _join(address: str) -> None:
     try:
-        ray.init(
-            address=address,
-            namespace=f"pagefleet-{uuid4().hex[:8]}",
-            runtime_env={"env_vars": _worker_environment()},
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        with _signals_held():
+            ray.init(
+                address=address,
+                namespace=f"pagefleet-{uuid4().hex[:8]}",
+                runtime_env={"env_vars": _worker_environment()},
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise CommandError(f"no Ray cluster answers at {address}: {error}") from error
 
@@ -106,17 +99,18 @@ def _join(address: str) -> None:
 def _start(folder: Path, num_cpus: int | None) -> None:
     for attempt in range(1, _START_ATTEMPTS + 1):
         try:
-            ray.init(
-                address="local",
-                namespace="pagefleet",
-                num_cpus=num_cpus,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                runtime_env={"env_vars": _worker_environment()},
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _temp_dir=str(folder / str(attempt)),
-            )
+            with _signals_held():  # a signal leaves the loop, whether it has started or not
+                ray.init(
+                    address="local",
+                    namespace="pagefleet",
+                    num_cpus=num_cpus,
+                    object_store_memory=_OBJECT_STORE_BYTES,
+                    include_dashboard=False,
+                    runtime_env={"env_vars": _worker_environment()},
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    _temp_dir=str(folder / str(attempt)),
+                )
         except Exception as error:  # Ray has no class of its own for a node that is too slow
             ray.shutdown()
             if attempt == _START_ATTEMPTS:

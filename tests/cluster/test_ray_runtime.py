@@ -46,3 +46,17 @@ def test_a_signal_while_ray_starts_is_acted_on_afterwards(
     finally:
         signal.signal(number, before)
     assert events == ["started", "shut down"]
+
+
+def test_after_a_signal_there_is_no_second_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[str] = []
+
+    def init(*, _temp_dir: str, **options: object) -> None:
+        attempts.append(_temp_dir)
+        signal.raise_signal(signal.SIGINT)
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(KeyboardInterrupt), ray_session(None):
+        pass
+    assert len(attempts) == 1
