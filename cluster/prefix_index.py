@@ -11,7 +11,6 @@ tier must equal the digest that the replica reports.
 A prefix counts as far as it is unbroken from the root.
 """
 
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -58,22 +57,25 @@ def hash_as_int(route_hash: bytes) -> int:
 
 
 class _Layer:
-    """One tier: hash → bit set, and the same the other way round to empty a slot quickly."""
+    """One tier: hash → bit set, and the same the other way round to empty a slot quickly.
+
+    What a slot holds is a dictionary: the garbage collector would walk through a set.
+    """
 
     def __init__(self) -> None:
         self.masks: dict[bytes, int] = {}
-        self.held: list[set[bytes]] = []
+        self.held: list[dict[bytes, None]] = []
         self.digests: list[int] = []
 
     def grow(self) -> None:
-        self.held.append(set())
+        self.held.append({})
         self.digests.append(0)
 
     def add(self, slot: int, route_hash: bytes) -> bool:
         held = self.held[slot]
         if route_hash in held:
             return False
-        held.add(route_hash)
+        held[route_hash] = None
         self.masks[route_hash] = self.masks.get(route_hash, 0) | (1 << slot)
         self.digests[slot] ^= hash_as_int(route_hash)
         return True
@@ -82,25 +84,18 @@ class _Layer:
         held = self.held[slot]
         if route_hash not in held:
             return False
-        held.remove(route_hash)
+        del held[route_hash]
         self.digests[slot] ^= hash_as_int(route_hash)
-        self._clear_bit(slot, route_hash)
+        _clear_bit(self.masks, route_hash, 1 << slot)
         return True
 
-    def clear(self, slot: int) -> list[bytes]:
-        dropped = list(self.held[slot])
+    def clear(self, slot: int) -> dict[bytes, None]:
+        dropped = self.held[slot]
         for route_hash in dropped:
-            self._clear_bit(slot, route_hash)
-        self.held[slot] = set()
+            _clear_bit(self.masks, route_hash, 1 << slot)
+        self.held[slot] = {}
         self.digests[slot] = 0
         return dropped
-
-    def _clear_bit(self, slot: int, route_hash: bytes) -> None:
-        mask = self.masks[route_hash] & ~(1 << slot)
-        if mask:
-            self.masks[route_hash] = mask
-        else:
-            del self.masks[route_hash]
 
     def check(self) -> None:
         pairs = sum(mask.bit_count() for mask in self.masks.values())
@@ -114,6 +109,52 @@ class _Layer:
             assert digest == self.digests[slot], f"digest of slot {slot} has drifted"
 
 
+class _Claims:
+    """What prompts under lease hold or will hold: hash → bit set, and how many more prompts of the
+    same slot than one do. Few share more than the beginning, so most hashes cost one look-up."""
+
+    def __init__(self) -> None:
+        self.masks: dict[bytes, int] = {}
+        self.more: list[dict[bytes, int]] = []
+
+    def add(self, slot: int, hashes: Sequence[bytes]) -> None:
+        masks, more, bit = self.masks, self.more[slot], 1 << slot
+        for route_hash in hashes:
+            mask = masks.get(route_hash, 0)
+            if mask & bit:
+                more[route_hash] = more.get(route_hash, 0) + 1
+            else:
+                masks[route_hash] = mask | bit
+
+    def discard(self, slot: int, hashes: Sequence[bytes]) -> list[bytes]:
+        """Returns those that no prompt of the slot claims any more."""
+        masks, more, bit = self.masks, self.more[slot], 1 << slot
+        gone: list[bytes] = []
+        for route_hash in hashes:
+            if route_hash in more:
+                more[route_hash] -= 1
+                if not more[route_hash]:
+                    del more[route_hash]
+            elif masks.get(route_hash, 0) & bit:
+                _clear_bit(masks, route_hash, bit)
+                gone.append(route_hash)
+        return gone
+
+    def check(self) -> None:
+        for slot, more in enumerate(self.more):
+            for route_hash, count in more.items():
+                assert count > 0, f"slot {slot} counts {count} more claims"
+                assert self.masks[route_hash] >> slot & 1, f"slot {slot} counts beyond nothing"
+
+
+def _clear_bit(masks: dict[bytes, int], route_hash: bytes, bit: int) -> None:
+    mask = masks[route_hash] & ~bit
+    if mask:
+        masks[route_hash] = mask
+    else:
+        del masks[route_hash]
+
+
 class PrefixIndex:
     """The exact index of one model's replicas."""
 
@@ -121,22 +162,21 @@ class PrefixIndex:
         self._device = _Layer()
         self._host = _Layer()
         self._layers = (self._device, self._host)
-        self._claimed: dict[bytes, int] = {}
-        self._claims: list[Counter[bytes]] = []
+        self._claims = _Claims()
         self._watchers: dict[bytes, set[Hashable]] = {}
         self._touched: set[Hashable] = set()
 
     @property
     def num_slots(self) -> int:
         """Slots ever added; a match has one entry for each."""
-        return len(self._claims)
+        return len(self._claims.more)
 
     def add_slot(self) -> int:
         """A new slot number; the caller reuses it after `clear`."""
         self._device.grow()
         self._host.grow()
-        self._claims.append(Counter())
-        return len(self._claims) - 1
+        self._claims.more.append({})
+        return self.num_slots - 1
 
     def apply(self, slot: int, events: RouteEvents) -> None:
         """Add and remove what a report says; removals first, as a block may have been reused."""
@@ -149,17 +189,14 @@ class PrefixIndex:
             (self._device, snapshot.stored_device),
             (self._host, snapshot.stored_host),
         ):
-            wanted = set(stored)
-            gone = layer.held[slot] - wanted
-            self._change(layer, slot, tuple(wanted), tuple(gone))
+            wanted = dict.fromkeys(stored)
+            gone = layer.held[slot].keys() - wanted.keys()
+            self._change(layer, slot, wanted, gone)
 
     def clear(self, slot: int) -> None:
-        """Forget all that the slot held, on every tier and claimed."""
+        """Forget all that the slot held, on every tier; claims end with their leases."""
         for layer in self._layers:
-            for route_hash in layer.clear(slot):
-                self._touch(route_hash)
-        for route_hash in list(self._claims[slot]):
-            self._drop_claim(slot, route_hash)
+            self._touch(layer.clear(slot))
 
     def num_holders(self, route_hash: bytes) -> tuple[int, int]:
         """How many slots hold it, on the device and on the host tier."""
@@ -178,52 +215,40 @@ class PrefixIndex:
     def claim(self, slot: int, hashes: Sequence[bytes]) -> None:
         """A prompt with these was granted a lease there: it pins what is resident and will make
         the rest resident."""
-        bit = 1 << slot
-        claims, claimed = self._claims[slot], self._claimed
-        for route_hash in hashes:
-            if route_hash not in claims:
-                claimed[route_hash] = claimed.get(route_hash, 0) | bit
-        claims.update(hashes)  # counts in C
-        if self._watchers:
-            for route_hash in hashes:
-                self._touch(route_hash)
+        self._claims.add(slot, hashes)
+        self._touch(hashes)
 
     def unclaim(self, slot: int, hashes: Sequence[bytes]) -> None:
-        """The lease has ended. Claims that `clear` has dropped are passed over."""
-        claims = self._claims[slot]
-        for route_hash in hashes:
-            count = claims.get(route_hash, 0)
-            if count > 1:
-                claims[route_hash] = count - 1
-            elif count == 1:
-                self._drop_claim(slot, route_hash)
+        """The lease has ended."""
+        self._touch(self._claims.discard(slot, hashes))
 
     def device_depths(
         self, hashes: Sequence[bytes], alive: int, *, speculative: bool = True
     ) -> IntArray:
         """How many leading hashes each slot holds on its device; 0 for slots outside `alive`."""
-        held, coming = self._device.masks.get, self._claimed.get
-        if not speculative or not self._claimed:
-            return self._walk(hashes, alive, (held(h, 0) for h in hashes))
-        return self._walk(hashes, alive, (held(h, 0) | coming(h, 0) for h in hashes))
+        held, claimed = self._device.masks.get, self._claims.masks.get
+        if not speculative or not self._claims.masks:
+            return self._walk((held(h, 0) for h in hashes), len(hashes), alive)
+        return self._walk((held(h, 0) | claimed(h, 0) for h in hashes), len(hashes), alive)
 
     def pinned_depths(self, hashes: Sequence[bytes], alive: int) -> IntArray:
         """How many leading hashes are resident on each slot and in use by a prompt under lease."""
-        held, claimed = self._device.masks.get, self._claimed.get
-        return self._walk(hashes, alive, (held(h, 0) & claimed(h, 0) for h in hashes))
+        held, claimed = self._device.masks.get, self._claims.masks.get
+        return self._walk((held(h, 0) & claimed(h, 0) for h in hashes), len(hashes), alive)
 
     def reach(self, hashes: Sequence[bytes], alive: int) -> IntArray | None:
         """Leading hashes held on either tier; None when no host tier holds anything."""
         if not self._host.masks:
             return None
-        device, host, coming = self._device.masks.get, self._host.masks.get, self._claimed.get
-        masks = (device(h, 0) | host(h, 0) | coming(h, 0) for h in hashes)
-        return self._walk(hashes, alive, masks)
+        device, host = self._device.masks.get, self._host.masks.get
+        claimed = self._claims.masks.get
+        masks = (device(h, 0) | host(h, 0) | claimed(h, 0) for h in hashes)
+        return self._walk(masks, len(hashes), alive)
 
     def resident_depths(self, hashes: Sequence[bytes], alive: int) -> IntArray:
         """Leading hashes that each slot holds for certain, on either tier."""
         device, host = self._device.masks.get, self._host.masks.get
-        return self._walk(hashes, alive, (device(h, 0) | host(h, 0) for h in hashes))
+        return self._walk((device(h, 0) | host(h, 0) for h in hashes), len(hashes), alive)
 
     def watch(self, hashes: Sequence[bytes], watcher: Hashable) -> None:
         """Name `watcher` in `take_touched` when an entry of one of these hashes changes."""
@@ -250,7 +275,7 @@ class PrefixIndex:
         return IndexStats(
             device_entries=sum(len(held) for held in self._device.held),
             host_entries=sum(len(held) for held in self._host.held),
-            claimed_entries=sum(len(claims) for claims in self._claims),
+            claimed_entries=sum(mask.bit_count() for mask in self._claims.masks.values()),
             hashes=len(self._device.masks.keys() | self._host.masks.keys()),
             watched=len(self._watchers),
         )
@@ -259,46 +284,32 @@ class PrefixIndex:
         """Assert that the masks, the sets and the digests say the same."""
         for layer in self._layers:
             layer.check()
-        pairs = sum(mask.bit_count() for mask in self._claimed.values())
-        counted = sum(len(claims) for claims in self._claims)
-        assert pairs == counted, f"{pairs} bits of claims, {counted} counted"
-        assert all(count > 0 for claims in self._claims for count in claims.values())
+        self._claims.check()
         assert all(self._watchers.values()), "an empty set of watchers was kept"
 
     def _change(
-        self, layer: _Layer, slot: int, stored: Sequence[bytes], removed: Sequence[bytes]
+        self, layer: _Layer, slot: int, stored: Iterable[bytes], removed: Iterable[bytes]
     ) -> None:
-        for route_hash in removed:
-            if layer.discard(slot, route_hash):
-                self._touch(route_hash)
-        for route_hash in stored:
-            if layer.add(slot, route_hash):
-                self._touch(route_hash)
+        self._touch([route_hash for route_hash in removed if layer.discard(slot, route_hash)])
+        self._touch([route_hash for route_hash in stored if layer.add(slot, route_hash)])
 
-    def _drop_claim(self, slot: int, route_hash: bytes) -> None:
-        del self._claims[slot][route_hash]
-        mask = self._claimed[route_hash] & ~(1 << slot)
-        if mask:
-            self._claimed[route_hash] = mask
-        else:
-            del self._claimed[route_hash]
-        self._touch(route_hash)
+    def _touch(self, hashes: Iterable[bytes]) -> None:
+        if self._watchers:
+            for route_hash in hashes:
+                self._touched.update(self._watchers.get(route_hash, ()))
 
-    def _touch(self, route_hash: bytes) -> None:
-        watchers = self._watchers.get(route_hash)
-        if watchers is not None:
-            self._touched |= watchers
-
-    def _walk(self, hashes: Sequence[bytes], alive: int, masks: Iterable[int]) -> IntArray:
-        depths = np.zeros(len(self._claims), dtype=np.int64)
+    def _walk(self, masks: Iterable[int], num_hashes: int, alive: int) -> IntArray:
+        """masks: of each hash in turn, who has it. Goes only as far as anybody has them all."""
+        depths = np.zeros(self.num_slots, dtype=np.int64)
         for depth, mask in enumerate(masks):
-            if mask & alive != alive:
+            left = alive & mask
+            if left != alive:
                 if depth:  # slots that lack the first hash keep their 0
-                    _assign(depths, alive & ~mask, depth)
-                alive &= mask
-                if not alive:
+                    _assign(depths, alive ^ left, depth)
+                if not left:
                     return depths
-        _assign(depths, alive, len(hashes))
+                alive = left
+        _assign(depths, alive, num_hashes)
         return depths
 
 

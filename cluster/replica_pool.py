@@ -4,7 +4,7 @@ Keeps the mirror true: gaps and wrong digests ask for a snapshot, a new incarnat
 was known of the old one. Chooses nothing and knows no queue.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -50,6 +50,7 @@ class ReplicaPool:
     def remove(self, view: ReplicaView) -> list[LeaseRecord]:
         """Forget an incarnation: its cache, its counts; its leases are returned, void."""
         ended = self.leases.void_slot(view.slot)
+        self._unclaim(ended)
         self.index.clear(view.slot)
         self.columns.clear(view.slot)
         del self.replicas[view.info.replica_id]
@@ -136,6 +137,9 @@ class ReplicaPool:
         """Assert that sums, columns, index and ledger agree."""
         self.index.check_integrity()
         self.leases.check_integrity()
+        claimed = {(record.slot, each) for record in self.leases for each in record.claimed}
+        entries = self.index.stats().claimed_entries
+        assert entries == len(claimed), f"{entries} claims in the index, {len(claimed)} by lease"
         for view in self.replicas.values():
             granted = [record for record in self.leases.of_slot(view.slot) if not record.listed]
             assert view.num_granted == len(granted), f"{view.num_granted} != {len(granted)}"
@@ -157,7 +161,9 @@ class ReplicaPool:
 
     def _mirror_index(self, view: ReplicaView, report: ReplicaReport) -> None:
         if view.report is not None and report.epoch != view.report.epoch:
-            self.index.clear(view.slot)  # a cache reset: nothing of before is resident
+            # A cache reset: nothing of before is resident, nor will be.
+            self._unclaim(self.leases.of_slot(view.slot))
+            self.index.clear(view.slot)
         if report.is_snapshot:
             self.index.replace(view.slot, report.events)
             view.needs_snapshot = False
@@ -178,7 +184,7 @@ class ReplicaPool:
         view.refresh(now)
         self._unclaim((record,))
 
-    def _unclaim(self, records: Sequence[LeaseRecord]) -> None:
+    def _unclaim(self, records: Iterable[LeaseRecord]) -> None:
         for record in records:
             if record.claimed:
                 self.index.unclaim(record.slot, record.claimed)
