@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 export RAY_USAGE_STATS_ENABLED := 0
 export OMP_WAIT_POLICY := passive
 
-.PHONY: help venv gpu-tools demo serve test test-all lint types protos bench clean
+.PHONY: help venv gpu-tools demo serve test test-all lint types protos bench bench-quick clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -54,8 +54,11 @@ protos:  ## regenerate protos/*_pb2* with grpcio-tools 1.71.2, in a throw-away v
 		--grpc_python_out=$$dir --pyi_out=$$dir protos/inference.proto protos/engine.proto; \
 	cp $$dir/pagefleet/protos/* protos/
 
-bench: venv  ## the benchmark suite; prints ours, the reference and the ratio
+bench: venv  ## the benchmark suite, which takes hours; writes tests/benchmarks/RESULTS.md anew
 	$(BIN)/python tests/benchmarks/run_all.py
+
+bench-quick: venv  ## the same at its smallest sizes, in minutes; writes nothing
+	$(BIN)/python tests/benchmarks/run_all.py --quick
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build dist *.egg-info kernels/*.so

@@ -1,143 +1,50 @@
-"""Tokens per second, time to first token and ms per token: ours beside `transformers` generate.
+"""Tokens per second, time to first token and ms per token: ours beside what a user has instead.
 
-Both run in this process, in float32, greedy, on the same token ids and threads; the median of
-`--repeats` runs is reported, and whether the tokens are equal. With PEER_VLLM_PYTHON set to the
-interpreter of an environment with vLLM, it runs the same workloads too.
+Ours and `transformers` generate run in this process, greedy, on the same token ids and threads, in
+turn; the median of `--repeats` runs is reported, and whether the tokens are equal. With
+PEER_VLLM_PYTHON set to the interpreter of an environment with vLLM, it runs the same workloads
+right after. The limit of the machine is what its bandwidth and GEMM rate, measured here, allow.
+
+With `--weight-dtype bfloat16` ours reads narrow weights; the reference is ours in float32 and
+vLLM in bfloat16.
 
     python tests/benchmarks/bench_engine.py [--model DIR | --shape smollm2] [--json FILE]
 """
 
 import argparse
+import math
 import os
 import statistics
 import tempfile
-import threading
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when OpenMP's runtime is loaded
 
 import torch
 from benchmark_report import Row, print_rows, write_json
-from engine_workloads import SHAPES, WORKLOADS, Shape, Workload
-from peer_vllm import run_vllm
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from engine_workloads import SHAPES, WORKLOADS, Workload
+from machine_limits import Machine
+from our_engine import Measured, OurEngine
+from peer_vllm import PeerRun, run_vllm
+from random_checkpoints import save_random
+from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging as transformers_logging
 
-from pagefleet.protos.messages import (
-    CacheIdentity,
-    EngineRequest,
-    SampleStart,
-    SamplingParams,
-    SequenceDelta,
-)
-from pagefleet.scheduler.scheduler import Scheduler
-from pagefleet.workers.config import WorkerConfig
-from pagefleet.workers.engine import Engine
-from pagefleet.workers.executor import LocalExecutor
-from pagefleet.workers.model_runner import ModelRunner
-
-MAX_CONTEXT = 2048
-POOL_TOKENS = 32 * 1024
+Tokens = dict[tuple[int, int], list[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One run. tokens: generated ids by (prompt, sample)."""
+class Contender(Protocol):
+    """What runs the workloads in this process."""
 
-    seconds: float
-    first_token_s: float
-    tokens: dict[tuple[int, int], list[int]]
-    preemptions: int = 0
-
-
-@dataclass(eq=False)
-class Collector:
-    """Receives deltas on the engine's thread until every sample has ended."""
-
-    num_samples: int
-    began: float
-    tokens: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-    first_token_s: float | None = None
-    preemptions: int = 0
-    problem: str = ""
-    ended: threading.Event = field(default_factory=threading.Event)
-
-    def __call__(self, step: int, deltas: list[SequenceDelta]) -> None:
-        for delta in deltas:
-            key = int(delta.request_key), delta.index
-            self.tokens.setdefault(key, []).extend(delta.token_ids)
-            if delta.token_ids and self.first_token_s is None:
-                self.first_token_s = time.perf_counter() - self.began
-            if delta.finish_reason is not None:
-                self.problem = self.problem or delta.error
-                self.preemptions += delta.usage.preemptions if delta.usage else 0
-                self.num_samples -= 1
-        if self.num_samples == 0:
-            self.ended.set()
-
-
-class KeptExecutor(LocalExecutor):
-    """Runs steps on a runner that outlives the engine: several pools are tried on one model."""
-
-    def shutdown(self) -> None:
-        """The runner stays."""
-
-
-class OurEngine:
-    """The engine in this process, with a scheduler of its own for each workload."""
-
-    name = "pagefleet"
-
-    def __init__(self, folder: Path, num_threads: int) -> None:
-        self._config = WorkerConfig(
-            str(folder),
-            device="cpu",
-            dtype="float32",
-            num_blocks=POOL_TOKENS // 16,
-            max_context=MAX_CONTEXT,
-            num_threads=num_threads,
-        )
-        self._runner = ModelRunner.load(self._config)
-
-    def run(self, workload: Workload, prompts: list[list[int]]) -> Measured:
-        num_blocks = (workload.pool_tokens or POOL_TOKENS) // self._config.block_size
-        config = replace(self._config, enable_prefix_caching=workload.prefix_caching)
-        identity = CacheIdentity("benchmark", 0, "float32", config.block_size)
-        scheduler = Scheduler(config.scheduler_config(num_blocks, 0, MAX_CONTEXT), identity)
-        engine = Engine(scheduler, KeptExecutor(self._runner))
-        engine.start()
-        try:
-            return self._run(engine, workload, prompts)
-        finally:
-            engine.shutdown()
-
-    def _run(self, engine: Engine, workload: Workload, prompts: list[list[int]]) -> Measured:
-        sampling = SamplingParams(
-            max_tokens=workload.num_output_tokens,
-            temperature=0.0,
-            seed=0,
-            n=workload.n,
-            ignore_eos=True,
-        )
-        samples = tuple(SampleStart(index) for index in range(workload.n))
-        began = time.perf_counter()
-        collector = Collector(len(prompts) * workload.n, began)
-        for key, prompt in enumerate(prompts):
-            engine.submit(EngineRequest(str(key), tuple(prompt), sampling, samples), collector)
-        collector.ended.wait()
-        seconds = time.perf_counter() - began
-        if collector.problem:
-            raise RuntimeError(f"{workload.name}: {collector.problem}")
-        assert collector.first_token_s is not None
-        return Measured(seconds, collector.first_token_s, collector.tokens, collector.preemptions)
+    def run(self, workload: Workload, prompts: list[list[int]]) -> Measured: ...
 
 
 class Transformers:
     """`generate` on the whole batch at once; every prompt of a workload has the same length."""
-
-    name = "transformers"
 
     def __init__(self, folder: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -173,80 +80,96 @@ def median(runs: list[Measured]) -> Measured:
     return next(run for run in runs if run.seconds == middle)
 
 
-def compare(workload: Workload, ours: Measured, theirs: Measured, name: str) -> list[Row]:
+def compare(
+    workload: Workload, ours: Measured, theirs: "Measured | PeerRun", name: str
+) -> list[Row]:
     def row(metric: str, value: float, reference: float) -> Row:
         return Row(workload.name, metric, value, reference, name)
 
-    def speed(run: Measured) -> float:
-        return workload.num_generated / run.seconds
-
-    def ms_per_token(run: Measured) -> float:
+    def ms_per_token(run: "Measured | PeerRun") -> float:
         return 1000 * (run.seconds - run.first_token_s) / (workload.num_output_tokens - 1)
 
-    rows = [row("tokens_per_s", speed(ours), speed(theirs))]
+    num = workload.num_generated
+    rows = [row("tokens_per_s", num / ours.seconds, num / theirs.seconds)]
     if workload.num_prompts == 1:
         rows.append(row("ttft_ms", 1000 * ours.first_token_s, 1000 * theirs.first_token_s))
         rows.append(row("ms_per_token", ms_per_token(ours), ms_per_token(theirs)))
     return rows
 
 
-def run_all(
-    folder: Path, workloads: list[Workload], repeats: int, num_threads: int, vocab: int
-) -> list[Row]:
-    torch.set_num_threads(num_threads)
+def run_all(folder: Path, workloads: list[Workload], options: argparse.Namespace) -> list[Row]:
+    torch.set_num_threads(options.threads)
     transformers_logging.disable_progress_bar()
-    prompts = {workload.name: workload.prompts(vocab) for workload in workloads}
-    theirs, ours = Transformers(folder), OurEngine(folder, num_threads)
+    model = LlamaConfig.from_pretrained(folder)
+    is_narrow = options.weight_dtype != "auto"
+    limit = Machine.measure()
+    print(f"{limit.bandwidth / 1e9:.1f} GB/s, {limit.flops / 1e9:.0f} GFLOP/s", flush=True)
+    prompts = {workload.name: workload.prompts(model.vocab_size) for workload in workloads}
+    ours = OurEngine(folder, options.threads, options.pool_tokens, options.weight_dtype)
+    if is_narrow:
+        name = "ours in float32"
+        theirs: Contender = OurEngine(folder, options.threads, options.pool_tokens)
+    else:
+        name, theirs = "transformers", Transformers(folder)
     for engine in (theirs, ours):  # warm-up
         engine.run(replace(WORKLOADS[0], num_output_tokens=4), prompts[workloads[0].name][:1])
+    our_runs, their_runs = run_in_turn(workloads, prompts, options.repeats, ours, theirs)
+    del theirs
+    rows: list[Row] = []
+    for workload in workloads:
+        their_run = their_runs[workload.same_as or workload.name]
+        rows += compare(workload, our_runs[workload.name], their_run, name)
+        print_equality(workload, our_runs[workload.name].tokens, their_run.tokens, name)
+    rows += pool_and_cache_rows(workloads, our_runs)
+    rows += limit_rows(
+        workloads, our_runs, lambda w: limit.seconds(w, model, 2 if is_narrow else 4)
+    )
+    peer_dtype = "bfloat16" if is_narrow else "float32"
+    peer_runs = run_vllm(
+        folder, workloads, prompts, options.repeats, options.pool_tokens, peer_dtype
+    )
+    for workload in workloads:
+        if workload.name in peer_runs:
+            peer_run = peer_runs[workload.name]
+            rows += compare(workload, our_runs[workload.name], peer_run, "vLLM")
+            print_equality(workload, our_runs[workload.name].tokens, peer_run.tokens, "vLLM")
+    return rows + [mean_row(rows, reference) for reference in (name, *["vLLM"] * bool(peer_runs))]
+
+
+def run_in_turn(
+    workloads: list[Workload],
+    prompts: dict[str, list[list[int]]],
+    repeats: int,
+    ours: Contender,
+    theirs: Contender,
+) -> tuple[dict[str, Measured], dict[str, Measured]]:
+    """One run of each, then the next: what else the machine does meets both alike."""
     our_runs: dict[str, Measured] = {}
     their_runs: dict[str, Measured] = {}
     for workload in workloads:
-        _run_both(workload, prompts[workload.name], repeats, ours, theirs, our_runs, their_runs)
-    rows: list[Row] = []
-    for workload in workloads:
-        our_run, their_run = our_runs[workload.name], their_runs[workload.same_as or workload.name]
-        rows += compare(workload, our_run, their_run, Transformers.name)
-        _print_equality(workload, our_run, their_run)
-    rows += _pool_and_cache_rows(workloads, our_runs)
-    for name, seconds in run_vllm(folder, workloads, prompts, repeats).items():
-        workload = next(workload for workload in workloads if workload.name == name)
-        speed = workload.num_generated / seconds
-        our_speed = workload.num_generated / our_runs[name].seconds
-        rows.append(Row(name, "tokens_per_s", our_speed, speed, "vLLM"))
-    return rows
+        own: list[Measured] = []
+        other: list[Measured] = []
+        their_name = workload.same_as or workload.name
+        for _ in range(repeats):
+            if their_name not in their_runs:
+                other.append(theirs.run(workload, prompts[workload.name]))
+            own.append(ours.run(workload, prompts[workload.name]))
+        our_runs[workload.name] = median(own)
+        if other:
+            their_runs[their_name] = median(other)
+        seconds = our_runs[workload.name].seconds, their_runs[their_name].seconds
+        print(
+            f"{workload.name:<14} ours {seconds[0]:7.2f} s, theirs {seconds[1]:7.2f} s", flush=True
+        )
+    return our_runs, their_runs
 
 
-def _run_both(
-    workload: Workload,
-    prompts: list[list[int]],
-    repeats: int,
-    ours: OurEngine,
-    theirs: Transformers,
-    our_runs: dict[str, Measured],
-    their_runs: dict[str, Measured],
-) -> None:
-    """In turn, so that what else the machine does meets both alike."""
-    own: list[Measured] = []
-    other: list[Measured] = []
-    their_name = workload.same_as or workload.name
-    for _ in range(repeats):
-        if their_name not in their_runs:
-            other.append(theirs.run(workload, prompts))
-        own.append(ours.run(workload, prompts))
-    our_runs[workload.name] = median(own)
-    if other:
-        their_runs[their_name] = median(other)
-    seconds = our_runs[workload.name].seconds, their_runs[their_name].seconds
-    print(f"{workload.name:<14} ours {seconds[0]:7.2f} s, theirs {seconds[1]:7.2f} s", flush=True)
+def print_equality(workload: Workload, ours: Tokens, theirs: Tokens, name: str) -> None:
+    equal = sum(ours[key] == tokens for key, tokens in theirs.items())
+    print(f"{workload.name}: {equal} of {len(theirs)} samples have the same tokens as {name}")
 
 
-def _print_equality(workload: Workload, ours: Measured, theirs: Measured) -> None:
-    equal = sum(ours.tokens[key] == tokens for key, tokens in theirs.tokens.items())
-    print(f"{workload.name}: {equal} of {len(theirs.tokens)} samples have the same tokens")
-
-
-def _pool_and_cache_rows(workloads: list[Workload], ours: dict[str, Measured]) -> list[Row]:
+def pool_and_cache_rows(workloads: list[Workload], ours: dict[str, Measured]) -> list[Row]:
     """Ours against ours: what a tight pool costs, and what the prefix cache brings."""
     by_name = {workload.name: workload for workload in workloads}
     rows: list[Row] = []
@@ -263,24 +186,28 @@ def _pool_and_cache_rows(workloads: list[Workload], ours: dict[str, Measured]) -
     return rows
 
 
-def save_random(shape: Shape, folder: Path) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=MAX_CONTEXT,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+def limit_rows(
+    workloads: list[Workload], ours: dict[str, Measured], least_s: Callable[[Workload], float]
+) -> list[Row]:
+    return [
+        Row(
+            workload.name,
+            "tokens_per_s",
+            workload.num_generated / ours[workload.name].seconds,
+            workload.num_generated / least_s(workload),
+            "limit of the machine",
+        )
+        for workload in workloads
+        if workload.pool_tokens is None
+    ]
 
 
-def read_vocab_size(folder: Path) -> int:
-    return LlamaConfig.from_pretrained(folder).vocab_size
+def mean_row(rows: list[Row], name: str) -> Row:
+    """The geometric mean of the ratios of tokens/s."""
+    speeds = [row for row in rows if row.reference_name == name and row.metric == "tokens_per_s"]
+    ratios = [row.ratio for row in speeds if row.ratio is not None]
+    mean = math.exp(statistics.fmean(map(math.log, ratios)))
+    return Row("geometric mean", "ratio", mean, 1.0, name)
 
 
 def main() -> None:
@@ -289,6 +216,8 @@ def main() -> None:
     which.add_argument("--model", type=Path, help="a checkpoint folder")
     which.add_argument("--shape", choices=SHAPES, default="4x256", help="random weights")
     parser.add_argument("--workload", nargs="*", help="names; all where absent")
+    parser.add_argument("--weight-dtype", default="auto", choices=("auto", "bfloat16", "int8"))
+    parser.add_argument("--pool-tokens", type=int, default=32 * 1024)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path)
@@ -299,9 +228,10 @@ def main() -> None:
         if folder is None:
             folder = Path(scratch)
             save_random(SHAPES[options.shape], folder)
-        vocab = read_vocab_size(folder)
-        rows = run_all(folder, chosen, options.repeats, options.threads, vocab)
+        rows = run_all(folder, chosen, options)
     name = f"engine, {options.model.name if options.model else options.shape}"
+    if options.weight_dtype != "auto":
+        name += f", {options.weight_dtype} weights"
     print_rows(name, rows)
     if options.json:
         write_json(options.json, name, rows)

@@ -5,8 +5,9 @@ import os
 import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import cast
 
-LARGER_IS_BETTER = {"tokens_per_s", "bandwidth", "requests_per_s", "hit_rate"}
+LARGER_IS_BETTER = {"tokens_per_s", "bandwidth", "requests_per_s", "hit_rate", "ratio"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,34 @@ def write_json(path: Path, benchmark: str, rows: list[Row]) -> None:
         "rows": [asdict(row) | {"ratio": row.ratio} for row in rows],
     }
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def markdown_table(report: dict[str, object]) -> str:
+    """A kept JSON report as RESULTS.md shows it: the command, the machine, a row a case."""
+    load = report.get("load_before")
+    busy = "" if load is None else f", load average {load} before it began"
+    lines = [
+        f"`{report.get('command', report['benchmark'])}`, {report['machine']}{busy}.",
+        "",
+        "| case | metric | ours | reference | ratio | reference is |",
+        "|---|---|---|---|---|---|",
+    ]
+    rows = cast("list[dict[str, float | str | None]]", report["rows"])
+    for row in rows:
+        ours, reference, ratio = (_short(row[key]) for key in ("ours", "reference", "ratio"))
+        lines.append(
+            f"| {row['case']} | {row['metric']} | {ours} | {reference} | {ratio} "
+            f"| {row['reference_name']} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _short(value: float | str | None) -> str:
+    """Three digits, as runs differ in the third."""
+    if value is None:
+        return "-"
+    number = float(value)
+    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
 
 
 def machine() -> str:

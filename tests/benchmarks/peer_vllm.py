@@ -1,7 +1,7 @@
 """vLLM on the same workloads, in the interpreter that PEER_VLLM_PYTHON names; nothing otherwise.
 
-Run as a script by that interpreter, this file reads the workloads from stdin and writes seconds
-to the file named in them. It imports nothing of ours there.
+Run as a script by that interpreter, this file reads the workloads from stdin and writes what it
+measured to the file named in them. It imports nothing of ours there.
 """
 
 import json
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,46 +19,87 @@ if TYPE_CHECKING:
     from engine_workloads import Workload
 
 BLOCK_SIZE = 32  # the smallest that its CPU kernels take
+MAX_CONTEXT = 2048
+_PRELOADED = ("libtcmalloc_minimal.so.4", "libiomp5.so")  # as its guide for CPUs asks
 
 
-def run_vllm(
-    folder: Path, workloads: list["Workload"], prompts: dict[str, list[list[int]]], repeats: int
-) -> dict[str, float]:
-    """Median seconds by workload; empty where there is no vLLM. One process a pool and setting."""
-    python = os.environ.get("PEER_VLLM_PYTHON")
-    if not python:
-        return {}
-    groups: dict[tuple[int | None, bool], list[Workload]] = {}
-    for workload in workloads:
-        groups.setdefault((workload.pool_tokens, workload.prefix_caching), []).append(workload)
-    seconds: dict[str, float] = {}
-    for group in groups.values():
-        job = {
-            "model": str(folder),
-            "repeats": repeats,
-            "workloads": [asdict(workload) for workload in group],
-            "prompts": {workload.name: prompts[workload.name] for workload in group},
-        }
-        seconds |= _run_job(python, job)
-    return seconds
+@dataclass(frozen=True, slots=True)
+class PeerRun:
+    """Medians of one workload. tokens: generated ids by (prompt, sample), of the last run."""
+
+    seconds: float
+    first_token_s: float
+    tokens: dict[tuple[int, int], list[int]]
 
 
-def _run_job(python: str, job: dict[str, object]) -> dict[str, float]:
-    settings = {
+def peer_python() -> str | None:
+    """The interpreter that has vLLM."""
+    return os.environ.get("PEER_VLLM_PYTHON")
+
+
+def peer_environment() -> dict[str, str]:
+    """All cores, no network, and what it wants preloaded, where the environment has it."""
+    python = peer_python()
+    folder = Path(python).parents[1] / "lib" if python else Path("/nowhere")
+    preloaded = [str(folder / name) for name in _PRELOADED if (folder / name).exists()]
+    return os.environ | {
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "LD_PRELOAD": ":".join(preloaded),
     }
+
+
+def run_vllm(
+    folder: Path,
+    workloads: list["Workload"],
+    prompts: dict[str, list[list[int]]],
+    repeats: int,
+    pool_tokens: int,
+    dtype: str = "float32",
+) -> dict[str, PeerRun]:
+    """By workload; empty where there is no vLLM. One process for each pool and setting."""
+    python = peer_python()
+    if python is None:
+        return {}
+    groups: dict[tuple[int | None, bool], list[Workload]] = {}
+    for workload in workloads:
+        groups.setdefault((workload.pool_tokens, workload.prefix_caching), []).append(workload)
+    runs: dict[str, PeerRun] = {}
+    for group in groups.values():
+        job = {
+            "model": str(folder),
+            "dtype": dtype,
+            "repeats": repeats,
+            "pool_tokens": group[0].pool_tokens or pool_tokens,
+            "workloads": [asdict(workload) for workload in group],
+            "prompts": {workload.name: prompts[workload.name] for workload in group},
+        }
+        runs |= _run_job(python, job)
+    return runs
+
+
+def _run_job(python: str, job: dict[str, object]) -> dict[str, PeerRun]:
     with tempfile.NamedTemporaryFile(suffix=".json") as results:
         subprocess.run(
             [python, __file__],
             input=json.dumps(job | {"results": results.name}),
             text=True,
             check=True,
-            env=os.environ | settings,
+            stdout=subprocess.DEVNULL,
+            env=peer_environment(),
         )
-        return json.loads(Path(results.name).read_text(encoding="utf-8"))
+        found = json.loads(Path(results.name).read_text(encoding="utf-8"))
+    return {
+        name: PeerRun(
+            run["seconds"],
+            run["first_token_s"],
+            {(prompt, sample): tokens for prompt, sample, tokens in run["tokens"]},
+        )
+        for name, run in found.items()
+    }
 
 
 def main() -> None:
@@ -66,37 +107,51 @@ def main() -> None:
 
     job = json.load(sys.stdin)
     workloads = job["workloads"]
-    # Blocks of all, not bytes: the same number of tokens as our pool.
-    pool_tokens = workloads[0]["pool_tokens"] or 32 * 1024
     llm = LLM(
         model=job["model"],
         skip_tokenizer_init=True,
-        dtype="float32",
+        dtype=job["dtype"],
         enforce_eager=True,
-        max_model_len=2048,
+        max_model_len=MAX_CONTEXT,
         block_size=BLOCK_SIZE,
-        num_gpu_blocks_override=pool_tokens // BLOCK_SIZE,
+        # blocks, not bytes: the same number of tokens as our pool
+        num_gpu_blocks_override=job["pool_tokens"] // BLOCK_SIZE,
         enable_prefix_caching=workloads[0]["prefix_caching"],
     )
-    seconds: dict[str, float] = {}
-    for workload in workloads:
+
+    def run(workload: dict[str, object], max_tokens: int) -> tuple[float, list[object]]:
         sampling = SamplingParams(
             temperature=0.0,
-            max_tokens=workload["num_output_tokens"],
+            max_tokens=max_tokens,
             n=workload["n"],
             ignore_eos=True,
             detokenize=False,
         )
         prompts = [{"prompt_token_ids": ids} for ids in job["prompts"][workload["name"]]]
-        llm.generate(prompts[:1], sampling, use_tqdm=False)  # warm-up
-        times: list[float] = []
+        llm.reset_prefix_cache()
+        began = time.perf_counter()
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        return time.perf_counter() - began, outputs
+
+    found: dict[str, dict[str, object]] = {}
+    run(workloads[0], 2)  # warm-up
+    for workload in workloads:
+        times, firsts, outputs = [], [], []
         for _ in range(job["repeats"]):
-            llm.reset_prefix_cache()
-            began = time.perf_counter()
-            llm.generate(prompts, sampling, use_tqdm=False)
-            times.append(time.perf_counter() - began)
-        seconds[workload["name"]] = statistics.median(times)
-    Path(job["results"]).write_text(json.dumps(seconds), encoding="utf-8")
+            if workload["num_prompts"] == 1:
+                firsts.append(run(workload, 1)[0])
+            seconds, outputs = run(workload, workload["num_output_tokens"])
+            times.append(seconds)
+        found[workload["name"]] = {
+            "seconds": statistics.median(times),
+            "first_token_s": statistics.median(firsts) if firsts else 0.0,
+            "tokens": [
+                (prompt, sample.index, list(sample.token_ids))
+                for prompt, output in enumerate(outputs)
+                for sample in output.outputs
+            ],
+        }
+    Path(job["results"]).write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":
