@@ -66,7 +66,7 @@ class AdmissionGate:
     def expected_wait_s(self, tenant: str, now: float) -> float:
         """Seconds until a newcomer of the tenant would start, after all that goes before it."""
         columns = self.pool.columns
-        is_open = columns.open[: columns.num_slots]
+        is_open = columns.open
         if not is_open.any():
             return self.config.appointments.max_retry_after_s
         soonest = float(columns.backlog_s(now)[is_open].min())
@@ -157,10 +157,10 @@ class AdmissionGate:
 
     def _prefill_rate(self) -> float:
         columns = self.pool.columns
-        is_open = columns.open[: columns.num_slots]
+        is_open = columns.open
         if not is_open.any():
             return 1.0
-        return float((1.0 / columns.token_s[: columns.num_slots][is_open]).sum())
+        return float((1.0 / columns.token_s[is_open]).sum())
 
     def _queued_s(self, tenant: str) -> float:
         """How long the queue keeps the cluster busy before the tenant's next turn, uncorrected:
@@ -172,12 +172,11 @@ class AdmissionGate:
 
     def _capacity(self) -> Capacity:
         columns = self.pool.columns
-        num_slots = columns.num_slots
-        is_open = columns.open[:num_slots]
+        is_open = columns.open
         return Capacity(
             self._prefill_rate(),
-            int(columns.total[:num_slots][is_open].sum()),
-            int(columns.max_active[:num_slots][is_open].sum()),
+            int(columns.total[is_open].sum()),
+            int(columns.max_active[is_open].sum()),
         )
 
 

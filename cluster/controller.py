@@ -29,11 +29,11 @@ from ..protos.messages import (
     WantedWeights,
 )
 from .admission import AdmissionConfig
+from .binding_costs import LateBindingConfig
 from .cluster_view import cells_per_pool, make_view, prefix_nodes
 from .decision_log import DecisionLog
 from .explain import REASONS, explain
 from .fair_queue import WaitingRequest
-from .late_binding import LateBindingConfig
 from .lease_table import LeaseRecord
 from .model_pool import Grant, ModelPool
 from .policies import make_policy

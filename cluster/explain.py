@@ -40,7 +40,7 @@ def explain(pool: ModelPool, request: ReserveRequest, now: float) -> Explanation
 
 def _choice(pool: ModelPool, routed: RoutedRequest, need: Need, now: float) -> int | None:
     columns, policy = pool.pool.columns, pool.policy
-    routed.candidates &= columns.available[: columns.num_slots] >= need.num_blocks
+    routed.candidates &= columns.available >= need.num_blocks
     if isinstance(policy, LateBinding):
         if len(pool.queue):
             return None  # what waits is weighed together with it

@@ -15,55 +15,20 @@ it are there may still start on that one.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
+from .binding_costs import BindingCosts, Contenders, LateBindingConfig, Some
 from .fair_queue import FairQueue
 from .forecast import wait_for_blocks_s
-from .prefix_transfer import Fetches, TransferConfig, price_fetches
+from .prefix_transfer import Fetches, price_fetches
 from .replica_view import BoolArray, FloatArray, IntArray, ReplicaColumns
 from .routing_policy import RoutedRequest
 
 Releases = Callable[[int], list[tuple[float, int]]]
-Some = slice | IntArray  # which rows or slots
 _EVERY = slice(None)
 _MANY_SLOTS = 64  # of more than these only the promising are weighed against all that wait
-
-
-@dataclass(frozen=True, slots=True)
-class LateBindingConfig:
-    """Weights; one setting for every cluster.
-
-    start_slack_s: a replica with less prefill work than this can start one more, so that its next
-    step is full when the grant arrives. size_cap_s: prefill beyond this counts no more, so that
-    long prompts are not passed over for ever shorter ones. duplicate_weight: of prefill that a
-    cache elsewhere would save. crowding_s: cost of a full pool. scarcity_weight: of the request's
-    share of the pool times its duration, once the pool is fuller than scarcity_from. age_weight:
-    of the head start,
-    seconds waited to the power age_power. affinity_weight, affinity_full_weight: how often a hit
-    counts when weighing a busy replica, and how much more often where all pools are full: a second
-    copy of a prefix then drives out something else. hold_after_s, hold_after_waits: who has
-    waited longer than the first plus so many times the recent mean wait gets a replica held.
-    settle_after_s: who has waited so long, plus hold_after_waits times that mean, takes a replica
-    that is free: the busy one that it would rather have may never have room. transfer: when a
-    prefix is copied from another replica instead of computed.
-    """
-
-    start_slack_s: float = 0.0
-    size_cap_s: float = 0.7
-    duplicate_weight: float = 1.0
-    crowding_s: float = 0.6
-    scarcity_weight: float = 1.3
-    scarcity_from: float = 0.75
-    age_weight: float = 0.06
-    age_power: float = 1.5
-    affinity_weight: float = 1.4
-    affinity_full_weight: float = 1.5
-    settle_after_s: float = 5.0
-    hold_after_s: float = 15.0
-    hold_after_waits: float = 3.0
-    transfer: TransferConfig = field(default_factory=TransferConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +38,6 @@ class Hold:
     row: int
     slot: int
     fits_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Contenders:
-    """Requests to weigh: one a row [num_rows, 1], hits [num_rows, num_slots]; or one alone, as
-    scalars, its hits [num_slots]. hits: tokens on the device. durations: seconds. sources: slots
-    that could send most of each, and how many tokens; None where nobody exchanges blocks.
-    may_wait: whether it may stay in the queue for a busy replica."""
-
-    tokens: FloatArray | float
-    needs: IntArray | int
-    durations: FloatArray | float
-    hits: FloatArray
-    host_hits: FloatArray | None
-    sources: tuple[IntArray | int, FloatArray | float] | None = None
-    may_wait: BoolArray | bool = True
 
 
 @dataclass(slots=True)
@@ -118,6 +67,7 @@ class LateBinding:
 
     def __init__(self, config: LateBindingConfig | None = None) -> None:
         self.config = config or LateBindingConfig()
+        self._costs = BindingCosts(self.config)
 
     def placed(self, request: RoutedRequest, slot: int) -> None:
         """Nothing to remember."""
@@ -131,13 +81,12 @@ class LateBinding:
 
     def terms(self, request: RoutedRequest, replicas: ReplicaColumns, now: float) -> CostTerms:
         """The cost, term by term."""
-        count = replicas.num_slots
-        token_ms = 1e3 * replicas.token_s[:count]
+        token_ms = 1e3 * replicas.token_s
         hits = request.hit_tokens()
-        best_hit = hits[replicas.open[:count]].max(initial=0.0)
-        load = np.zeros(count)
+        best_hit = hits[replicas.open].max(initial=0.0)
+        load = np.zeros_like(token_ms)
         if request.host_tokens is not None:
-            load = 1e3 * request.host_tokens * replicas.load_token_s[:count]
+            load = 1e3 * request.host_tokens * replicas.load_token_s
         fetches = self._fetches_of(request, replicas, now)
         fetched = np.minimum(fetches.tokens, request.uncached_tokens() - 1.0)
         near = hits + fetched
@@ -147,38 +96,38 @@ class LateBinding:
             transfer_tokens=fetched,
             load=load,
             queue=1e3 * replicas.backlog_s(now),
-            batch=1e3 * self.config.crowding_s * replicas.fullness[:count],
+            batch=1e3 * self.config.crowding_s * replicas.fullness,
             affinity=self.config.duplicate_weight * np.maximum(best_hit - near, 0.0) * token_ms,
         )
 
     def _fetches_of(self, request: RoutedRequest, replicas: ReplicaColumns, now: float) -> Fetches:
-        every, source = slice(0, replicas.num_slots), request.source
+        source = request.source
         return price_fetches(
             self.config.transfer,
             replicas.links,
             source.slot,
             source.num_tokens,
             request.hit_tokens(),
-            every,
+            _EVERY,
             now,
         )
 
     def can_start(self, replicas: ReplicaColumns, now: float) -> BoolArray:
         """Slots whose next step has room for another prompt."""
-        count = replicas.num_slots
-        idle = replicas.work_end[:count] <= now + self.config.start_slack_s
-        idle &= replicas.open[:count]
-        idle &= replicas.active[:count] < replicas.max_active[:count]
+        idle = replicas.work_end <= now + self.config.start_slack_s
+        idle &= replicas.open
+        idle &= replicas.active < replicas.max_active
         return idle
 
     def choose_newcomer(
         self, newcomer: Contenders, candidates: BoolArray, replicas: ReplicaColumns, now: float
     ) -> int | None:
         """The slot to bind one request to now if nobody else waits. candidates: where it fits."""
-        startable = self.can_start(replicas, now) & candidates
-        if not startable.any():
+        startable = self.can_start(replicas, now)
+        startable &= candidates
+        if not np.count_nonzero(startable):
             return None
-        costs = self._costs_s(newcomer, replicas, _EVERY, now)
+        costs = self._costs.of_pairs(newcomer, replicas, _EVERY, now)
         costs[~startable] = np.inf
         best = int(costs.argmin())
         return None if costs[best] == np.inf else best
@@ -215,9 +164,8 @@ class LateBinding:
         if oldest is None or now - oldest.arrived_at <= patience:
             return None
         row = oldest.row
-        count = replicas.num_slots
         best: Hold | None = None
-        for slot in np.flatnonzero(replicas.open[:count] & ~queue.barred[row, :count]).tolist():
+        for slot in np.flatnonzero(replicas.open & ~queue.barred[row]).tolist():
             missing = self._wanted(queue, row, slot) - int(replicas.available[slot])
             wait = wait_for_blocks_s(missing, releases(slot), now) if missing > 0 else 0.0
             if wait is None:
@@ -253,12 +201,12 @@ class LateBinding:
             queue.tokens[some_rows, None],
             queue.needs[some_rows, None],
             queue.durations[some_rows, None],
-            queue.hits[some_rows, : replicas.num_slots],
-            queue.host_hits[some_rows, : replicas.num_slots] if queue.has_host_hits else None,
+            queue.hits[some_rows],
+            queue.host_hits[some_rows] if queue.has_host_hits else None,
             self._sources(queue, replicas, some_rows),
             waited <= self.config.settle_after_s + self.config.hold_after_waits * queue.mean_wait_s,
         )
-        costs = self._costs_s(contenders, replicas, some_slots, now)
+        costs = self._costs.of_pairs(contenders, replicas, some_slots, now)
         costs -= self.config.age_weight * self._head_start(waited)
         costs[~fits] = np.inf
         best = int(costs.argmin())
@@ -273,79 +221,9 @@ class LateBinding:
             return None
         return queue.source_slots[rows, None], queue.source_tokens[rows, None]
 
-    def _costs_s(
-        self, contenders: Contenders, replicas: ReplicaColumns, slots: Some, now: float
-    ) -> FloatArray:
-        """Seconds per request and slot of `slots`; inf where a busy replica would be better."""
-        config, count = self.config, replicas.num_slots
-        tokens, hits = contenders.tokens, contenders.hits
-        token_s = replicas.token_s[:count]
-        full = replicas.fullness[:count]
-        work_s = (tokens - hits[..., slots]) * token_s[slots]
-        on_host = None
-        if contenders.host_hits is not None:
-            on_host = np.minimum(contenders.host_hits, tokens - 1.0 - hits)
-            hits = hits + on_host
-        fetches = None
-        most = config.transfer.max_fullness
-        if contenders.sources is not None and full[replicas.open[:count]].mean() <= most:
-            transfer, links, sources = config.transfer, replicas.links, contenders.sources
-            fetches = price_fetches(transfer, links, *sources, hits[..., slots], slots, now)
-            work_s -= fetches.tokens * token_s[slots] - fetches.seconds
-        costs = np.minimum(work_s, config.size_cap_s)
-        costs += config.crowding_s * full[slots]
-        if on_host is not None:
-            costs += on_host[..., slots] * (replicas.load_token_s[:count] - token_s)[slots]
-        best_hits = np.maximum.reduce(hits * replicas.open[:count], axis=-1, keepdims=True)
-        redone = best_hits - hits[..., slots]
-        if fetches is not None:
-            redone = np.maximum(redone - fetches.tokens, 0.0)
-        costs += config.duplicate_weight * redone * token_s[slots]
-        scarce = full[slots] - config.scarcity_from
-        if np.maximum.reduce(scarce) > 0.0:
-            costs += self._scarcity_s(contenders, replicas.total[:count][slots], scarce)
-        later = self._better_later(replicas, tokens, hits, slots, now, fetches)
-        if later is not None:
-            costs[later & contenders.may_wait] = np.inf
-        return costs
-
     def _head_start(self, waited: FloatArray) -> FloatArray:
         """By seconds waited; they are negative where a lower priority comes later."""
         return np.maximum(waited, 0.0) ** self.config.age_power + np.minimum(waited, 0.0)
-
-    def _scarcity_s(
-        self, contenders: Contenders, totals: IntArray, above: FloatArray
-    ) -> FloatArray:
-        """What the request's share of the pool's time costs; above: fullness beyond the start."""
-        config = self.config
-        weight = config.scarcity_weight / (1.0 - config.scarcity_from)
-        share = contenders.needs / np.maximum(totals, 1)
-        return weight * np.maximum(above, 0.0) * share * contenders.durations
-
-    def _better_later(
-        self,
-        replicas: ReplicaColumns,
-        tokens: FloatArray | float,
-        hits: FloatArray,
-        slots: Some,
-        now: float,
-        fetches: Fetches | None,
-    ) -> BoolArray | None:
-        """Which pairs a replica that is busy now would still beat, its hits counted over."""
-        config, count = self.config, replicas.num_slots
-        is_open = replicas.open[:count]
-        is_busy = is_open & (replicas.work_end[:count] > now + config.start_slack_s)
-        busy = is_busy.nonzero()[0]
-        if len(busy) == 0:
-            return None
-        full = replicas.fullness[:count][is_open].mean()
-        affinity = config.affinity_weight + config.affinity_full_weight * full
-        weighted = (tokens - affinity * hits) * replicas.token_s[:count]
-        done = weighted[..., busy] + (replicas.work_end[busy] - now)
-        start = weighted[..., slots]
-        if fetches is not None:  # they count once: what they bring stands in two places
-            start = start - fetches.tokens * replicas.token_s[:count][slots] + fetches.seconds
-        return np.minimum.reduce(done, axis=-1, keepdims=True) < start
 
 
 def _promising(queue: FairQueue, replicas: ReplicaColumns, slots: IntArray) -> IntArray:

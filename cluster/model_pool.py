@@ -25,9 +25,10 @@ from ..protos.messages import (
 from .admission import AdmissionConfig, Need
 from .admission_gate import AdmissionGate, refused, refused_deadline
 from .appointments import AppointmentBook
+from .binding_costs import Contenders
 from .fair_queue import FairQueue, WaitingRequest
 from .forecast import ArrivalRate
-from .late_binding import Contenders, LateBinding
+from .late_binding import LateBinding
 from .lease_table import LeaseRecord
 from .prefix_transfer import NO_SOURCE, TransferConfig
 from .replica_pool import ReplicaPool
@@ -205,7 +206,7 @@ class ModelPool:
             moments.append(expiry)
         if len(self.queue):
             columns = self.pool.columns
-            ends = columns.work_end[: columns.num_slots][columns.open[: columns.num_slots]]
+            ends = columns.work_end[columns.open]
             later = ends[ends > now]
             if len(later):
                 moments.append(float(later.min()))
@@ -244,13 +245,13 @@ class ModelPool:
         """The request as policies see it."""
         columns = self.pool.columns
         device, host = self.pool.match(request.route_hashes)
-        candidates = columns.open[: columns.num_slots].copy()
+        candidates = columns.open.copy()
         for replica_id in request.excluded:
             view = self.pool.replicas.get(replica_id)
             if view is not None:
                 candidates[view.slot] = False
         if not candidates.any():  # rather one that failed than none
-            candidates = columns.open[: columns.num_slots].copy()
+            candidates = columns.open.copy()
         return RoutedRequest(
             request.request_key,
             request.route_hashes,
@@ -268,7 +269,7 @@ class ModelPool:
         routed = self.routed(request, need)
         if request.admission_class is not AdmissionClass.BEST_EFFORT:
             columns = self.pool.columns
-            routed.candidates &= columns.available[: columns.num_slots] >= need.num_blocks
+            routed.candidates &= columns.available >= need.num_blocks
         if not routed.candidates.any():
             return None
         slot = cheapest(routed, self.policy.cost_ms(routed, self.pool.columns, now))
@@ -285,7 +286,7 @@ class ModelPool:
         assert isinstance(self.policy, LateBinding), f"{self.policy.name} does not bind late"
         hits, host_hits, shared = self._match(request)
         columns = self.pool.columns
-        candidates = need.num_blocks - shared <= columns.available[: columns.num_slots]
+        candidates = need.num_blocks - shared <= columns.available
         for replica_id in self._excluded(request):
             candidates[self.pool.replicas[replica_id].slot] = False
         source = self.transfers.source_of(request)
@@ -358,7 +359,7 @@ class ModelPool:
         # A policy that binds on arrival only queues what fits nowhere: oldest first.
         for waiting in self.queue:
             routed = self.routed(waiting.request, waiting.need)
-            available = self.pool.columns.available[: self.pool.columns.num_slots]
+            available = self.pool.columns.available
             routed.candidates &= available >= waiting.need.num_blocks
             slot = cheapest(routed, self.policy.cost_ms(routed, self.pool.columns, now))
             return None if slot is None else (waiting.row, slot)

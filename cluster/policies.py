@@ -1,6 +1,7 @@
 """The routing policies by name."""
 
-from .late_binding import LateBinding, LateBindingConfig
+from .binding_costs import LateBindingConfig
+from .late_binding import LateBinding
 from .routing_baselines import BASELINES
 from .routing_policy import PolicyFactory, RoutingPolicy
 

@@ -53,7 +53,7 @@ _INT_COLUMNS = (
 
 
 class ReplicaColumns:
-    """Arrays by slot; rows beyond `num_slots` are unused.
+    """Arrays by slot, as long as there are slots.
 
     open: may be given leases. available/total/pinned: device blocks. active: requests waiting or
     running there, grants included. work_end: when the prefill work known now will be done.
@@ -64,36 +64,37 @@ class ReplicaColumns:
     """
 
     def __init__(self) -> None:
-        self.num_slots = 0
-        self.open: BoolArray = np.zeros(8, dtype=np.bool_)
-        self.work_end: FloatArray = np.zeros(8)
-        self.token_s: FloatArray = np.zeros(8)
-        self.decode_step_s: FloatArray = np.zeros(8)
-        self.load_token_s: FloatArray = np.zeros(8)
-        self.fullness: FloatArray = np.zeros(8)
-        self.available: IntArray = np.zeros(8, dtype=np.int64)
-        self.total: IntArray = np.zeros(8, dtype=np.int64)
-        self.pinned: IntArray = np.zeros(8, dtype=np.int64)
-        self.active: IntArray = np.zeros(8, dtype=np.int64)
-        self.waiting: IntArray = np.zeros(8, dtype=np.int64)
-        self.max_active: IntArray = np.zeros(8, dtype=np.int64)
-        self.prefill_tokens: IntArray = np.zeros(8, dtype=np.int64)
-        self.fetch_token_s: FloatArray = np.zeros(8)
-        self.fetch_overhead_s: FloatArray = np.zeros(8)
-        self.link_busy_until: FloatArray = np.zeros(8)
-        self.exchange: IntArray = np.zeros(8, dtype=np.int64)
+        self.open: BoolArray = np.zeros(0, dtype=np.bool_)
+        self.work_end: FloatArray = np.zeros(0)
+        self.token_s: FloatArray = np.zeros(0)
+        self.decode_step_s: FloatArray = np.zeros(0)
+        self.load_token_s: FloatArray = np.zeros(0)
+        self.fullness: FloatArray = np.zeros(0)
+        self.available: IntArray = np.zeros(0, dtype=np.int64)
+        self.total: IntArray = np.zeros(0, dtype=np.int64)
+        self.pinned: IntArray = np.zeros(0, dtype=np.int64)
+        self.active: IntArray = np.zeros(0, dtype=np.int64)
+        self.waiting: IntArray = np.zeros(0, dtype=np.int64)
+        self.max_active: IntArray = np.zeros(0, dtype=np.int64)
+        self.prefill_tokens: IntArray = np.zeros(0, dtype=np.int64)
+        self.fetch_token_s: FloatArray = np.zeros(0)
+        self.fetch_overhead_s: FloatArray = np.zeros(0)
+        self.link_busy_until: FloatArray = np.zeros(0)
+        self.exchange: IntArray = np.zeros(0, dtype=np.int64)
         self.num_exchanging = 0
         self._slowest: tuple[float, float] | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """Slots ever added, those of replicas that are gone included."""
+        return len(self.open)
 
     @property
     def slowest(self) -> tuple[float, float]:
         """The longest time per prompt token and per decode step of all slots, in seconds."""
         if self._slowest is None:
-            token_s = self.token_s[: self.num_slots].max(initial=0.0)
-            self._slowest = (
-                float(token_s),
-                float(self.decode_step_s[: self.num_slots].max(initial=0.0)),
-            )
+            slowest = self.token_s.max(initial=0.0), self.decode_step_s.max(initial=0.0)
+            self._slowest = float(slowest[0]), float(slowest[1])
         return self._slowest
 
     def set_pace(self, slot: int, token_s: float, decode_step_s: float) -> None:
@@ -110,12 +111,9 @@ class ReplicaColumns:
 
     def add_slot(self) -> int:
         """One more slot, closed and empty."""
-        if self.num_slots == len(self.open):
-            self.open = np.concatenate([self.open, np.zeros_like(self.open)])
-            for name in (*_FLOAT_COLUMNS, *_INT_COLUMNS):
-                column = getattr(self, name)
-                setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
-        self.num_slots += 1
+        for name in ("open", *_FLOAT_COLUMNS, *_INT_COLUMNS):
+            column = getattr(self, name)
+            setattr(self, name, np.append(column, np.zeros_like(column, shape=1)))
         return self.num_slots - 1
 
     def clear(self, slot: int) -> None:
@@ -129,13 +127,12 @@ class ReplicaColumns:
     @property
     def links(self) -> Links:
         """For the price of transfers; a view, not a copy."""
-        count = self.num_slots
         return Links(
-            self.exchange[:count],
-            self.token_s[:count],
-            self.fetch_token_s[:count],
-            self.fetch_overhead_s[:count],
-            self.link_busy_until[:count],
+            self.exchange,
+            self.token_s,
+            self.fetch_token_s,
+            self.fetch_overhead_s,
+            self.link_busy_until,
         )
 
     def set_exchange(self, slot: int, group: int) -> None:
@@ -145,7 +142,7 @@ class ReplicaColumns:
 
     def backlog_s(self, now: float) -> FloatArray:
         """Seconds of prefill work before each slot, float64 [num_slots]."""
-        return np.maximum(self.work_end[: self.num_slots] - now, 0.0)
+        return np.maximum(self.work_end - now, 0.0)
 
 
 @dataclass(slots=True)

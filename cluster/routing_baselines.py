@@ -52,7 +52,7 @@ class LeastRequests(Baseline):
     name = "least-requests"
 
     def cost_ms(self, request: RoutedRequest, replicas: ReplicaColumns, now: float) -> FloatArray:
-        return replicas.active[: replicas.num_slots].astype(np.float64)
+        return replicas.active.astype(np.float64)
 
 
 def _two_of(request: RoutedRequest, slots: np.ndarray) -> np.ndarray:
@@ -76,7 +76,7 @@ class PowerOfTwo(Baseline):
 
     def cost_ms(self, request: RoutedRequest, replicas: ReplicaColumns, now: float) -> FloatArray:
         pair = _two_of(request, np.flatnonzero(request.candidates))
-        return _only(pair, replicas.active[: replicas.num_slots].astype(np.float64))
+        return _only(pair, replicas.active.astype(np.float64))
 
 
 class ConsistentHash(Baseline):
@@ -90,7 +90,7 @@ class ConsistentHash(Baseline):
         depth = _depth_of(self._prefix_tokens, request)
         key = request.route_hashes[depth - 1] if depth else request.key.encode()
         ranks = _shuffled(key, replicas.num_slots)
-        active = replicas.active[: replicas.num_slots]
+        active = replicas.active
         mean = (active[request.candidates].sum() + 1) / max(1, int(request.candidates.sum()))
         over = active + 1 > np.ceil(self._bound * mean)
         return ranks + np.where(over, 2.0**60, 0.0)
@@ -189,7 +189,7 @@ class RayPrefix(Baseline):
             sizes = np.where(request.candidates, self._tree.sizes(replicas.num_slots), np.inf)
             slots = np.flatnonzero(sizes == sizes.min())
         pair = _two_of(request, slots)
-        return _only(pair, replicas.active[: replicas.num_slots].astype(np.float64))
+        return _only(pair, replicas.active.astype(np.float64))
 
     def placed(self, request: RoutedRequest, slot: int) -> None:
         self._tree.insert(request, slot)
@@ -211,7 +211,7 @@ class SglangCacheAware(Baseline):
         self._tree = _RoutedTree()
 
     def cost_ms(self, request: RoutedRequest, replicas: ReplicaColumns, now: float) -> FloatArray:
-        active = replicas.active[: replicas.num_slots].astype(np.float64)
+        active = replicas.active.astype(np.float64)
         loads = active[request.candidates]
         most, least = loads.max(initial=0.0), loads.min(initial=np.inf)
         if most - least > self._absolute and most > self._relative * least:
@@ -237,13 +237,12 @@ class Dynamo(Baseline):
     _host_credit = 0.75
 
     def cost_ms(self, request: RoutedRequest, replicas: ReplicaColumns, now: float) -> FloatArray:
-        count = replicas.num_slots
         credit = request.device_tokens
         if request.host_tokens is not None:
             credit = credit + self._host_credit * request.host_tokens
-        pending = replicas.prefill_tokens[:count] + request.num_tokens
+        pending = replicas.prefill_tokens + request.num_tokens
         scale = request.block_size / _UNIT_TOKENS
-        in_use = replicas.pinned[:count].astype(np.float64) * scale
+        in_use = replicas.pinned.astype(np.float64) * scale
         return np.maximum((pending - credit) / _UNIT_TOKENS, 0.0) + in_use
 
 
@@ -253,13 +252,12 @@ class Llmd(Baseline):
     name = "llmd"
 
     def cost_ms(self, request: RoutedRequest, replicas: ReplicaColumns, now: float) -> FloatArray:
-        count = replicas.num_slots
         prefix = request.device_tokens / max(1, request.num_tokens)
-        free = 1.0 - replicas.pinned[:count] / np.maximum(replicas.total[:count], 1)
-        waiting = replicas.waiting[:count].astype(np.float64)
+        free = 1.0 - replicas.pinned / np.maximum(replicas.total, 1)
+        waiting = replicas.waiting.astype(np.float64)
         queues = waiting[request.candidates]
         most, least = queues.max(initial=0.0), queues.min(initial=0.0)
-        queue = np.ones(count) if most == least else (most - waiting) / (most - least)
+        queue = np.ones_like(waiting) if most == least else (most - waiting) / (most - least)
         return -(2.0 * prefix + free + queue)
 
 
@@ -269,9 +267,8 @@ class LMetric(Baseline):
     name = "lmetric"
 
     def cost_ms(self, request: RoutedRequest, replicas: ReplicaColumns, now: float) -> FloatArray:
-        count = replicas.num_slots
-        pending = replicas.prefill_tokens[:count] + request.uncached_tokens()
-        return pending * (replicas.active[:count] + 1.0)
+        pending = replicas.prefill_tokens + request.uncached_tokens()
+        return pending * (replicas.active + 1.0)
 
 
 class MinTtft(Baseline):
@@ -280,9 +277,8 @@ class MinTtft(Baseline):
     name = "min-ttft"
 
     def cost_ms(self, request: RoutedRequest, replicas: ReplicaColumns, now: float) -> FloatArray:
-        count = replicas.num_slots
-        pending = replicas.prefill_tokens[:count] + request.uncached_tokens()
-        return 1e3 * pending * replicas.token_s[:count]
+        pending = replicas.prefill_tokens + request.uncached_tokens()
+        return 1e3 * pending * replicas.token_s
 
 
 BASELINES = (

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from .admission import AdmissionConfig
+from .binding_costs import LateBindingConfig
 from .config import CommandError
-from .late_binding import LateBindingConfig
 from .policies import POLICY_NAMES
 from .replay_replica import ReplayCost, ReplayReplica
 from .simulation_report import (

@@ -29,8 +29,8 @@ from ..protos.messages import (
 )
 from ..scheduler.block_hash import root_hash
 from .admission import AdmissionConfig
+from .binding_costs import LateBindingConfig
 from .controller import Controller, ControllerConfig
-from .late_binding import LateBindingConfig
 from .replay_replica import (
     Fetch,
     Happening,

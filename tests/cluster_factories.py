@@ -5,8 +5,9 @@ import random
 from dataclasses import dataclass, field
 
 from pagefleet.cluster.admission import AdmissionConfig
+from pagefleet.cluster.binding_costs import LateBindingConfig
 from pagefleet.cluster.controller import Controller, ControllerConfig
-from pagefleet.cluster.late_binding import LateBindingConfig
+from pagefleet.cluster.replica_view import ReplicaColumns
 from pagefleet.protos.messages import (
     AdmissionClass,
     BlockCounts,
@@ -70,6 +71,21 @@ def make_request(**fields: object) -> ReserveRequest:
         "admission_class": AdmissionClass.GUARANTEED,
     }
     return ReserveRequest(**(values | fields))  # pyright: ignore
+
+
+def make_columns(count: int, **values: list[float]) -> ReplicaColumns:
+    """The numbers of so many empty replicas of 100 blocks that compute 1,000 tokens a second."""
+    columns = ReplicaColumns()
+    for slot in range(count):
+        columns.add_slot()
+        columns.open[slot] = True
+        columns.token_s[slot] = 1e-3
+        columns.max_active[slot] = 64
+        columns.total[slot] = 100
+        columns.set_available(slot, 100)
+    for name, column in values.items():
+        getattr(columns, name)[:] = column
+    return columns
 
 
 def make_controller(

@@ -23,8 +23,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmark_report import Row, print_rows, write_json
 
+from pagefleet.cluster.binding_costs import LateBindingConfig
 from pagefleet.cluster.controller import Controller, ControllerConfig
-from pagefleet.cluster.late_binding import LateBindingConfig
 from pagefleet.cluster.workload import SyntheticSpec, Workload, load_trace, synthetic
 from pagefleet.protos.messages import (
     AdmissionClass,

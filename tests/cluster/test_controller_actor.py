@@ -9,13 +9,13 @@ import pytest
 from cluster_factories import FakeReplica, make_card, make_hashes, make_info, make_request
 
 from pagefleet.cluster.autoscaling import newest
+from pagefleet.cluster.binding_costs import LateBindingConfig
 from pagefleet.cluster.controller import ControllerConfig
 from pagefleet.cluster.controller_actor import (
     CONCURRENCY_GROUPS,
     ControllerService,
     lost_event_loops,
 )
-from pagefleet.cluster.late_binding import LateBindingConfig
 from pagefleet.protos.errors import Unavailable
 from pagefleet.protos.messages import CacheReset, Lease, PoolMap, PoolView, ReplicaInfo, Ticket
 

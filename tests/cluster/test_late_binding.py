@@ -2,26 +2,13 @@
 
 import numpy as np
 import pytest
-from cluster_factories import make_request
+from cluster_factories import make_columns, make_request
 
 from pagefleet.cluster.admission import Need
+from pagefleet.cluster.binding_costs import Contenders
 from pagefleet.cluster.fair_queue import FairQueue, WaitingRequest
-from pagefleet.cluster.late_binding import Contenders, LateBinding
+from pagefleet.cluster.late_binding import LateBinding
 from pagefleet.cluster.replica_view import ReplicaColumns
-
-
-def make_columns(count: int, **values: list[float]) -> ReplicaColumns:
-    columns = ReplicaColumns()
-    for slot in range(count):
-        columns.add_slot()
-        columns.open[slot] = True
-        columns.token_s[slot] = 1e-3
-        columns.max_active[slot] = 64
-        columns.total[slot] = 100
-        columns.set_available(slot, 100)
-    for name, column in values.items():
-        getattr(columns, name)[:count] = column
-    return columns
 
 
 def make_queue(

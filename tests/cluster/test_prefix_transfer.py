@@ -14,8 +14,8 @@ from cluster_factories import (
     tell,
 )
 
+from pagefleet.cluster.binding_costs import LateBindingConfig
 from pagefleet.cluster.controller import Controller
-from pagefleet.cluster.late_binding import LateBindingConfig
 from pagefleet.cluster.metrics import GatewayMetrics
 from pagefleet.cluster.prefix_transfer import (
     NOWHERE,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from cluster_factories import make_hashes
 
-from pagefleet.cluster.late_binding import LateBindingConfig
+from pagefleet.cluster.binding_costs import LateBindingConfig
 from pagefleet.cluster.policies import POLICY_NAMES, make_policy
 from pagefleet.cluster.replica_view import ReplicaColumns
 from pagefleet.cluster.routing_policy import RoutedRequest, RoutingPolicy, cheapest
