@@ -113,11 +113,12 @@ class AdmissionGate:
                 retry_after_s=appointment.due - now,
                 retry_token=request.retry_token,
             )
+        if appointment is not None or len(queue) == 0:
+            return None
         over_s = 0.0
         if config.max_queue_s is not None:
             over_s = self.expected_wait_s(request.tenant, now) - config.max_queue_s
-        full = over_s > 0.0 or self._is_full(request)
-        if appointment is not None or not full or len(queue) == 0:
+        if over_s <= 0.0 and not self._is_full(request):
             return None
         if not book:
             return refused(request, "Overloaded", "the queue is full", retry_after_s=over_s)

@@ -29,6 +29,7 @@ class OutputLengths:
         self._weights[_bucket(prior_tokens)] = _PRIOR_WEIGHT
         self._total = _PRIOR_WEIGHT
         self._unit = 1.0
+        self._quantiles: dict[float, int] = {}
         self._expected: dict[int | None, float] = {}
         self.num_observed = 0
 
@@ -43,16 +44,15 @@ class OutputLengths:
             self._total /= self._unit
             self._unit = 1.0
         if self.num_observed % 16 == 0:
+            self._quantiles.clear()
             self._expected.clear()
 
     def quantile(self, share: float) -> int:
         """The length that so large a share of requests does not exceed."""
-        left = share * self._total
-        for bucket, weight in enumerate(self._weights):
-            left -= weight
-            if left <= 0.0:
-                return _bucket_top(bucket)
-        return _bucket_top(_NUM_BUCKETS - 1)
+        known = self._quantiles.get(share)
+        if known is None:
+            known = self._quantiles[share] = self._length_at(share)
+        return known
 
     def expected(self, limit: int | None) -> float:
         """Mean length of a request that may generate at most `limit` tokens."""
@@ -62,6 +62,14 @@ class OutputLengths:
                 self._expected.clear()
             known = self._expected[limit] = self._mean_below(limit)
         return known
+
+    def _length_at(self, share: float) -> int:
+        left = share * self._total
+        for bucket, weight in enumerate(self._weights):
+            left -= weight
+            if left <= 0.0:
+                return _bucket_top(bucket)
+        return _bucket_top(_NUM_BUCKETS - 1)
 
     def _mean_below(self, limit: int | None) -> float:
         total = 0.0
