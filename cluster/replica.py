@@ -29,11 +29,11 @@ from ray.util.scheduling_strategies import (
 
 from ..protos.messages import ReplicaInfo
 from ..workers.config import WorkerConfig
-from ..workers.leader import ReplicaEnd
 from ..workers.parallel import GroupError
 from ..workers.process_identity import ProcessIdentity, kill_for_certain
+from ..workers.rank_spec import RankSpec
 from ..workers.rank_worker import RankWorker
-from ..workers.rendezvous import RankSpec
+from ..workers.replica_end import ReplicaEnd
 from ..workers.worker import Worker, worker_environment
 
 T = TypeVar("T")

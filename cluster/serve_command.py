@@ -15,7 +15,7 @@ from types import FrameType
 
 from rich.console import Console
 
-from ..workers.gguf_checkpoint import find_gguf
+from ..workers.checkpoint_folder import find_gguf
 from ..workers.models.config import ModelError
 from ..workers.models.families import read_config
 from .config import HUB_ID, ClusterConfig, CommandError, NamedModel

@@ -21,8 +21,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from ..protos.messages import ClusterState, ReplicaInfo, ReplicaState, WantedWeights
-from ..workers.leader import ReplicaEnd
 from ..workers.process_identity import ProcessIdentity
+from ..workers.replica_end import ReplicaEnd
 from .controller import DRAIN_S
 from .gateway_actor import GatewaySpec
 from .gateway_keeper import GatewayKeeper, RayGateway

@@ -23,7 +23,7 @@ from pagefleet.workers.executor import Executor, make_executor
 from pagefleet.workers.model_runner import ModelRunner
 from pagefleet.workers.parallel import GroupError
 from pagefleet.workers.rank_loop import RankLoop
-from pagefleet.workers.rendezvous import RankSpec, Transport
+from pagefleet.workers.rank_spec import RankSpec, Transport
 
 Settings = dict[str, object]
 

@@ -30,6 +30,16 @@ def test_torch_stays_in_the_range_that_has_a_cpu_build():
     assert "torch>=2.9,<2.14" in settings()["project"]["dependencies"]
 
 
+def test_only_the_processes_that_compute_load_torch():
+    """It takes seconds: the command, the supervisor, the controller and the gateway do without."""
+    modules = ("cluster.serve_command", "cluster.gateway_actor", "cluster.controller_actor")
+    modules += ("workers.worker", "workers.rank_worker")  # imported by who creates the actors
+    program = "import sys\n" + "\n".join(f"import pagefleet.{module}" for module in modules)
+    subprocess.run(
+        [sys.executable, "-c", f"{program}\nassert 'torch' not in sys.modules"], check=True
+    )
+
+
 @pytest.mark.slow
 def test_the_wheel_holds_code_and_data_and_no_tests(tmp_path: Path):
     source = tmp_path / "source"  # setuptools leaves build/ behind and would reuse it

@@ -100,16 +100,6 @@ _STORED_LAYER_PREFIX = "blk."
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
-def find_gguf(folder: Path) -> Path | None:
-    """The folder's GGUF file, if that is how it has its weights."""
-    files = sorted(folder.glob("*.gguf"))
-    if not files or any(folder.glob("*.safetensors")):
-        return None
-    if len(files) > 1:
-        raise CheckpointError(f"{folder} holds several GGUF files: {files[0].name}, …")
-    return files[0]
-
-
 class GgufCheckpoint:
     """`StoredWeights` of a GGUF file. fields: what it says beside its tensors, in GGUF's names."""
 

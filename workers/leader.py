@@ -29,7 +29,8 @@ from .heartbeat import Pulse, heartbeat_from_environment, step_patience_s
 from .loop_thread import LoopThread
 from .model_runner import MeasuredSpeed, ModelRunner
 from .prefix_mover import ExportGrant, ExportRequest, PrefixMover, PrefixOffer, TransferLink
-from .rendezvous import RankSpec
+from .rank_spec import RankSpec
+from .replica_end import ReplicaEnd
 from .reporter import ControllerLink, Reporter
 from .request_spans import RequestSpans
 from .step_times import StepTimes
@@ -40,18 +41,6 @@ logger = logging.getLogger(__name__)
 _DRAIN_SLACK_S = 1.0  # the same order again is no shorter one
 _SAVE_LIMIT_S = 5.0  # for what others take over of the cache of a replica that goes
 _TRANSFER_CALL_S = 15.0
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaEnd:
-    """Why an incarnation serves no more.
-
-    drained: on purpose, so that none has to follow it, but where it renews.
-    """
-
-    reason: str
-    drained: bool = False
-    renews: bool = False
 
 
 @dataclass(frozen=True, slots=True)

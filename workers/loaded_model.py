@@ -22,7 +22,8 @@ from .models.config import DecoderConfig, ModelError, UnsupportedModel
 from .models.decoder import Decoder, VocabularyShard
 from .models.tensor_names import stored_place
 from .models.weights import load_weights
-from .rendezvous import RankGroups, RankSpec
+from .rank_spec import RankSpec
+from .rendezvous import RankGroups
 from .shard_plan import ShardError, ShardPlan
 from .sharded_source import ShardedSource, local_config, plan_shards
 

@@ -15,8 +15,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..kernels.quantized_weight import QuantizedWeight
+from .checkpoint_folder import find_gguf
 from .fingerprint import StoredTensor, fingerprint
-from .gguf_checkpoint import GgufCheckpoint, find_gguf
+from .gguf_checkpoint import GgufCheckpoint
 from .models.config import CheckpointError, DecoderConfig, UnsupportedModel
 from .models.config_fields import ConfigFields
 from .models.families import parse_config, read_config

@@ -42,7 +42,8 @@ from .memory import PROMPT_LOGITS_BYTES, DeviceProfile, DeviceReading, MemoryPar
 from .models.config import DecoderConfig, ModelError
 from .models.decoder import Decoder
 from .promised_tokens import Promise
-from .rendezvous import RankGroups, RankSpec, Transport, connect, single_rank
+from .rank_spec import RankSpec, Transport
+from .rendezvous import RankGroups, connect, single_rank
 from .sampler import Sampler, Samples, SamplesInFlight, token_logprobs
 from .upload import upload
 from .wanted_rows import PromptReport, WantedRows, prompt_reports

@@ -7,10 +7,13 @@ within the group's timeout and the group is of no further use. Nothing waits for
 """
 # pyright: reportUnknownMemberType=false
 
-from collections.abc import Sequence
-from typing import Protocol
+from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:  # a replica's creator knows the errors alone, and loads no torch
+    from torch import Tensor
 
 
 class GroupError(Exception):

@@ -1,21 +1,24 @@
 """The Ray actor of a rank other than the leader. Knows Ray; what a rank does is in `rank_loop`.
 
-Whoever creates the actor sets `worker_environment` on it, as for `Worker`.
+Whoever creates the actor sets `worker_environment` on it, as for `Worker`, and imports this file:
+what needs torch is imported where the actor's own process first needs it.
 """
 # pyright: reportUnknownMemberType=false
 
+from __future__ import annotations
+
 import logging
+from typing import TYPE_CHECKING
 
 import ray
 
-from .block_staging import BlockBatch
-from .block_storage import BlockStorage
 from .config import WorkerConfig
-from .model_runner import ModelRunner
 from .process_identity import ProcessIdentity, this_process
-from .rank_loop import RankLoop
-from .ray_transfers import fetch_shard, read_shard
-from .rendezvous import RankSpec
+from .rank_spec import RankSpec
+
+if TYPE_CHECKING:
+    from .block_staging import BlockBatch
+    from .block_storage import BlockStorage
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,9 @@ class RankWorker:
 
         Raises GroupError when the leader or another rank is lost.
         """
+        from .model_runner import ModelRunner
+        from .rank_loop import RankLoop
+
         runner = ModelRunner.load(self._config, spec)
         self._storage = runner.storage
         logger.info("rank %d: %s", spec.rank, runner.partition.text)
@@ -43,12 +49,16 @@ class RankWorker:
 
     def read_shard(self, block_ids: tuple[int, ...]) -> BlockBatch:
         """This rank's part of blocks that the leader holds for another replica."""
+        from .ray_transfers import read_shard
+
         return read_shard(self._loaded(), block_ids)
 
     def fetch_shard(
         self, source: str, import_id: int, block_ids: tuple[int, ...], timeout_s: float
     ) -> None:
         """Stage this rank's part of what another replica's same rank, by its name, has."""
+        from .ray_transfers import fetch_shard
+
         fetch_shard(self._loaded(), source, import_id, block_ids, timeout_s)
 
     def forget_staged(self, import_id: int) -> None:

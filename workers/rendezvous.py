@@ -6,41 +6,15 @@ Knows the transports; no model and no Ray.
 # pyright: reportUnknownArgumentType=false, reportPrivateImportUsage=false
 
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 import torch
 from torch.distributed import TCPStore
 
 from . import shared_memory_group
 from .parallel import SingleRank, TensorParallelGroup
+from .rank_spec import RankSpec, Transport
 from .shared_memory_group import SharedMemoryGroup
 from .torch_group import TorchDistributedGroup, host_store, open_store
-
-
-class Transport(StrEnum):
-    """What carries tensors in host memory, and messages."""
-
-    SHARED_MEMORY = "shared-memory"
-    TORCH = "torch"
-
-
-@dataclass(frozen=True, slots=True)
-class RankSpec:
-    """One rank's place among those of its replica.
-
-    group_name: the same on all ranks, new with every incarnation.
-    store_host, store_port: where rank 0 listens; read by Transport.TORCH and on GPUs.
-    timeout_s: for a rank to enter a collective; start_timeout_s: to come, and to load its weights.
-    """
-
-    group_name: str = ""
-    rank: int = 0
-    world_size: int = 1
-    transport: Transport = Transport.SHARED_MEMORY
-    store_host: str = "127.0.0.1"
-    store_port: int = 0
-    timeout_s: float = 30.0
-    start_timeout_s: float = 120.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,35 +1,41 @@
 """The Ray actor of a replica's rank 0. Turns actor calls into calls of the leader.
 
 Knows Ray and the controller's handle; the replica itself is in `leader`. Whoever creates the
-actor sets `worker_environment` on it: some variables must stand before torch is loaded.
+actor sets `worker_environment` on it: some variables must stand before torch is loaded. It imports
+this file too: what needs torch is imported where the actor's own process first needs it.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
 
 import asyncio
 import gc
 import sys
 from collections.abc import Awaitable
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
-from torch.distributed import TCPStore
 
 from ..protos.messages import ModelCard, ReplicaInfo, ReplicaReport, ReportReply
-from ..scheduler.stats import SchedulerStats
-from .block_staging import BlockBatch
-from .block_storage import BlockStorage
 from .config import WorkerConfig
 from .json_log import write_logs_as_json
-from .leader import Leader, ReplicaEnd, load_engine
-from .prefix_mover import ExportGrant, ExportRequest, PrefixOffer
 from .process_identity import ProcessIdentity, this_process
-from .ray_transfers import RayTransferLink, read_shard
-from .rendezvous import RankSpec, open_group
+from .rank_spec import RankSpec
+from .replica_end import ReplicaEnd
 from .reporter import ControllerUnreachable
 from .tracing import tracing_from_environment
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+    from ..scheduler.stats import SchedulerStats
+    from .block_staging import BlockBatch
+    from .block_storage import BlockStorage
+    from .leader import Leader
+    from .prefix_mover import ExportGrant, ExportRequest, PrefixOffer
 
 T = TypeVar("T")
 
@@ -49,9 +55,7 @@ def worker_environment(num_threads: int) -> dict[str, str]:
 class RayControllerLink:
     """The controller behind its actor handle."""
 
-    def __init__(
-        self, controller: "ActorHandle[object]", timeout_s: float = _CALL_TIMEOUT_S
-    ) -> None:
+    def __init__(self, controller: ActorHandle[object], timeout_s: float = _CALL_TIMEOUT_S) -> None:
         self._controller = controller
         self._timeout_s = timeout_s
 
@@ -74,7 +78,7 @@ class Worker:
     """Rank 0 of one replica. Needs `max_concurrency` of at least 4: `join` holds one thread."""
 
     def __init__(
-        self, replica_id: str, model: str, config: WorkerConfig, controller: "ActorHandle[object]"
+        self, replica_id: str, model: str, config: WorkerConfig, controller: ActorHandle[object]
     ) -> None:
         write_logs_as_json()
         self._replica_id = replica_id
@@ -92,6 +96,8 @@ class Worker:
 
     def open_group(self, name: str, world_size: int) -> RankSpec:
         """Where several ranks share the model: what each must be told, its number apart."""
+        from .rendezvous import open_group
+
         host = ray.util.get_node_ip_address()
         self._spec, self._store = open_group(name, world_size, host, self._config.device)
         return self._spec
@@ -102,6 +108,9 @@ class Worker:
         A new incarnation each time. asked_at: see `Leader`. actors: the names of its ranks, the
         leader's first; without them no blocks are exchanged with other replicas.
         """
+        from .leader import Leader, load_engine
+        from .ray_transfers import RayTransferLink
+
         assert self._leader is None, "one actor is one incarnation"
         # Python's 5 ms are several steps of a small model, and tokens would wait that long for
         # the thread that sends them.
@@ -155,6 +164,8 @@ class Worker:
 
     def read_shard(self, block_ids: tuple[int, ...]) -> BlockBatch:
         """This rank's part of blocks that are held."""
+        from .ray_transfers import read_shard
+
         assert self._storage is not None, "start() comes first"
         return read_shard(self._storage, block_ids)
 

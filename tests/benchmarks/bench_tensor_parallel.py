@@ -27,7 +27,7 @@ from pagefleet.workers.config import WorkerConfig
 from pagefleet.workers.executor import make_executor
 from pagefleet.workers.model_runner import ModelRunner
 from pagefleet.workers.rank_loop import RankLoop
-from pagefleet.workers.rendezvous import RankSpec
+from pagefleet.workers.rank_spec import RankSpec
 
 sys.path.append(str(Path(__file__).parents[1]))
 from factories import LlamaShape, make_llama

@@ -10,8 +10,8 @@ from pagefleet.cluster.replica import ReplicaFailed, ReplicaSpec
 from pagefleet.cluster.supervisor import ControllerView, Supervisor
 from pagefleet.protos.messages import CacheIdentity, ReplicaInfo, WantedWeights
 from pagefleet.workers.config import WorkerConfig
-from pagefleet.workers.leader import ReplicaEnd
 from pagefleet.workers.process_identity import ProcessIdentity
+from pagefleet.workers.replica_end import ReplicaEnd
 
 WAIT_S = 20.0
 

@@ -15,7 +15,8 @@ from rank_processes import Died, RankProcesses
 from pagefleet.kernels import all_reduce
 from pagefleet.workers import shared_memory_group
 from pagefleet.workers.parallel import GroupAborted, RankLost, SingleRank
-from pagefleet.workers.rendezvous import RankSpec, Transport, best_transport, connect
+from pagefleet.workers.rank_spec import RankSpec, Transport
+from pagefleet.workers.rendezvous import best_transport, connect
 from pagefleet.workers.shared_memory_group import SharedMemoryGroup, segment_path
 
 needs_library = pytest.mark.skipif(

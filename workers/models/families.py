@@ -21,7 +21,7 @@ from .config import (
     UnsupportedModel,
 )
 from .config_fields import ConfigFields
-from .rope import read_rope
+from .rope_config import read_rope
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
