@@ -448,6 +448,6 @@ class ModelPool:
         device, host = self.pool.match(request.route_hashes)
         hits = np.minimum(device, request.num_tokens - 1.0)  # the last token is always computed
         # A guarantee holds whatever becomes of those who share the prompt now.
-        if request.admission_class is AdmissionClass.GUARANTEED or not device.any():
+        if request.admission_class is AdmissionClass.GUARANTEED or not np.count_nonzero(device):
             return hits, host, np.zeros(len(hits), dtype=np.int64)
         return hits, host, self.pool.shared_blocks(request.route_hashes)

@@ -28,7 +28,8 @@ class ReplicaPool:
         self._speculative = speculative
         self._free_slots: list[int] = []
         self._alive = 0
-        self._tokens_at: FloatArray = np.zeros(1)
+        self._route_tokens: FloatArray = np.zeros(1)
+        self._route_blocks: IntArray = np.zeros(1, dtype=np.int64)
         self.max_context = 0
         self.max_num_blocks = 0
 
@@ -101,24 +102,21 @@ class ReplicaPool:
 
     def match(self, route_hashes: Sequence[bytes]) -> tuple[FloatArray, FloatArray | None]:
         """Prompt tokens resident per slot: on the device, and further ones on the host tier."""
+        tokens_at = self._tokens_at(len(route_hashes))
         depths = self.index.device_depths(route_hashes, self._alive, speculative=self._speculative)
-        tokens_at = self._token_counts(len(route_hashes))
-        device = tokens_at[depths]
+        device = tokens_at.take(depths)
         reach = self.index.reach(route_hashes, self._alive)
-        if reach is None:
-            return device, None
-        return device, tokens_at[reach] - device
+        return device, None if reach is None else tokens_at.take(reach) - device
 
     def resident_tokens(self, route_hashes: Sequence[bytes]) -> FloatArray:
         """Prompt tokens that each slot holds for certain, on either tier."""
         depths = self.index.resident_depths(route_hashes, self._alive)
-        return self._token_counts(len(route_hashes))[depths]
+        return self._tokens_at(len(route_hashes)).take(depths)
 
     def shared_blocks(self, route_hashes: Sequence[bytes]) -> IntArray:
         """Leading blocks per slot that running prompts hold: to share them costs nothing."""
         depths = self.index.pinned_depths(route_hashes, self._alive)
-        tokens = self._token_counts(len(route_hashes))[depths]
-        return tokens.astype(np.int64) // self.block_size
+        return self._blocks_at(len(route_hashes)).take(depths)
 
     def statuses(self, now: float) -> list[ReplicaStatus]:
         """One per replica."""
@@ -190,11 +188,16 @@ class ReplicaPool:
                 self.index.unclaim(record.slot, record.claimed)
                 record.claimed = ()
 
-    def _token_counts(self, depth: int) -> FloatArray:
-        """Tokens covered by the first k route hashes, for k up to `depth`."""
-        if depth >= len(self._tokens_at):
+    def _tokens_at(self, depth: int) -> FloatArray:
+        """Tokens covered by the first k route hashes, for k up to `depth` at least."""
+        if depth >= len(self._route_tokens):
+            self._route_tokens = self.block_size * self._blocks_at(depth).astype(np.float64)
+        return self._route_tokens
+
+    def _blocks_at(self, depth: int) -> IntArray:
+        """The same in blocks."""
+        if depth >= len(self._route_blocks):
             stride = stride_blocks(self.block_size)
             counts = np.arange(2 * depth + 1)
-            blocks = np.where(counts <= stride, counts, (counts - stride + 1) * stride)
-            self._tokens_at = blocks * float(self.block_size)
-        return self._tokens_at
+            self._route_blocks = np.where(counts <= stride, counts, (counts - stride + 1) * stride)
+        return self._route_blocks
