@@ -32,7 +32,7 @@ from .gateway_actor import GatewayAddresses, GatewaySpec
 from .prefix_transfer import TransferConfig
 from .ray_runtime import ray_session
 from .replica import ReplicaSpec
-from .supervisor import create_supervisor
+from .supervisor_actor import create_supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -139,10 +139,11 @@ def _start(config: ClusterConfig, on_progress: OnProgress, started: ExitStack) -
     supervisor = create_supervisor(specs, controller, gateway)
     started.callback(ray.kill, supervisor)
     started.callback(_stop, "supervisor", lambda: supervisor.stop.remote())
+    started.callback(_stop, "gateway", lambda: supervisor.close_gateway.remote(_GATEWAY_GRACE_S))
+    opening = supervisor.open_gateway.remote()  # its process begins while the replicas load
     replicas = _start_replicas(supervisor)
     on_progress("opening the gateway")
-    started.callback(_stop, "gateway", lambda: supervisor.close_gateway.remote(_GATEWAY_GRACE_S))
-    addresses = _open_gateway(supervisor)
+    addresses = _await_gateway(opening)
     cluster = RunningCluster(controller, supervisor, specs, replicas, addresses)
     on_progress("waiting for the first reports")
     _wait_ready(cluster, config.num_replicas)
@@ -238,10 +239,9 @@ def _start_replicas(supervisor: Actor) -> tuple[ReplicaInfo, ...]:
         raise CommandError(f"the replicas could not be started: {error}") from error
 
 
-def _open_gateway(supervisor: Actor) -> GatewayAddresses:
+def _await_gateway(opening: "ray.ObjectRef[object]") -> GatewayAddresses:
     try:
-        reply = supervisor.open_gateway.remote()
-        return cast(GatewayAddresses, ray.get(reply, timeout=_OPEN_TIMEOUT_S))
+        return cast(GatewayAddresses, ray.get(opening, timeout=_OPEN_TIMEOUT_S))
     except RayTaskError as error:
         raise CommandError(f"the gateway could not listen: {error.cause}") from error
     except RayError as error:

@@ -23,13 +23,14 @@ from ray.exceptions import RayError
 from ray.util.placement_group import get_current_placement_group
 from rich.console import Console
 
+from .controller_notices import RayControllerNotices
 from .inner_tls import stream_tls_from
 from .replica import RayReplica, ReplicaSpec
 from .serve import worker_config
 from .serve_args import ModelArgs, ServeArgs
 from .serve_command import resolve_models
 from .serve_controller import shared_controller
-from .supervisor import RayControllerNotices, Supervisor
+from .supervisor import Supervisor
 from .tls import NO_INNER_TLS, InnerTlsFiles
 
 logger = logging.getLogger(__name__)

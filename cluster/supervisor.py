@@ -6,80 +6,25 @@
 Knows replicas as things that start, end and can be killed. Knows nothing of requests; the
 controller, which never creates anything, is asked only which incarnations are dead or drain.
 """
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar, cast
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import replace
 
-import ray
-from ray.actor import ActorHandle
-from ray.exceptions import RayError
-
-from ..protos.messages import ClusterState, ReplicaInfo, ReplicaState, WantedWeights
+from ..protos.messages import ReplicaInfo
 from ..workers.process_identity import ProcessIdentity
 from ..workers.replica_end import ReplicaEnd
-from .controller import DRAIN_S
-from .gateway_actor import GatewaySpec
-from .gateway_keeper import GatewayKeeper, RayGateway
-from .gateway_servers import GatewayAddresses
-from .ray_runtime import on_this_node
-from .replica import RayReplica, Replica, ReplicaFailed, ReplicaSpec
+from .controller_notices import ControllerNotices, ControllerView
+from .replica import Replica, ReplicaFailed, ReplicaSpec
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _MAX_REMEMBERED_DEAD = 1000  # one may be declared dead before its start has returned
 _CALL_TIMEOUT_S = 5.0
 _LATE_S = 2.0  # a drained replica may take so long beyond its time before it is killed
-
-
-@dataclass(frozen=True, slots=True)
-class ControllerView:
-    """What the controller says of incarnations.
-
-    dead: declared so lately. known: those that report. draining: those of them that
-    are to go, and not to come again with other weights.
-    """
-
-    dead: frozenset[str] = frozenset()
-    known: frozenset[str] = frozenset()
-    draining: frozenset[str] = frozenset()
-
-
-class ControllerNotices(Protocol):
-    """What a supervisor asks of, and tells, the controller."""
-
-    async def look(self) -> ControllerView | None:
-        """Its view; None while it restarts. TimeoutError where it does not answer at all."""
-        ...
-
-    async def end_controller(self) -> None:
-        """End its process, which is frozen, so that another begins."""
-        ...
-
-    async def wanted_weights(self, model: str) -> WantedWeights | None:
-        """What a replica of the model is to load instead of what it was made for; None = no
-        other, or the controller is away.
-        """
-        ...
-
-    async def replica_wanted(self, replica_id: str) -> None:
-        """A replica of this id will serve, whatever became of an earlier one."""
-        ...
-
-    async def replica_draining(self, info: ReplicaInfo, drain_s: float) -> None:
-        """This incarnation is to get no new requests, and its streams move after `drain_s`."""
-        ...
-
-    async def replica_gone(self, info: ReplicaInfo) -> None:
-        """This incarnation serves no more."""
-        ...
 
 
 class _Keeper:
@@ -286,6 +231,7 @@ class Supervisor:
             await self._notices.replica_gone(info)
 
     async def _watch(self) -> None:
+        """Ask the controller, for ever; one that does not answer is ended."""
         answered_at = self._clock()
         while True:
             await asyncio.sleep(self._poll_s)
@@ -298,13 +244,16 @@ class Supervisor:
                     logger.error("the controller does not answer and is ended")
                     await self._notices.end_controller()
                     answered_at = self._clock()
-            for incarnation in view.dead if view else ():
-                self._dead[incarnation] = None
-                while len(self._dead) > _MAX_REMEMBERED_DEAD:
-                    del self._dead[next(iter(self._dead))]
+            if view is not None:
+                self._remember_dead(view.dead)
             for keeper in self._keepers:
                 if keeper.info is not None:
                     self._heed(keeper, keeper.info.incarnation, view)
+
+    def _remember_dead(self, incarnations: Iterable[str]) -> None:
+        self._dead |= dict.fromkeys(incarnations)
+        while len(self._dead) > _MAX_REMEMBERED_DEAD:
+            del self._dead[next(iter(self._dead))]
 
     def _heed(self, keeper: _Keeper, incarnation: str, view: ControllerView | None) -> None:
         now = self._clock()
@@ -338,146 +287,3 @@ async def _to_the_end(work: Coroutine[object, object, None]) -> None:
     except asyncio.CancelledError:
         await task
         raise
-
-
-class RayControllerNotices:
-    """The controller behind its actor handle; silent while it restarts."""
-
-    def __init__(self, controller: "ActorHandle[object]") -> None:
-        self._controller = controller
-
-    async def look(self) -> ControllerView | None:
-        """See ControllerNotices."""
-        try:
-            state = await _answer(ClusterState, self._controller.cluster_state.remote())
-            dead = await _answer(tuple, self._controller.dead_replicas.remote())
-        except RayError:
-            return None
-        replicas = state.replicas
-        draining = [
-            status
-            for status in replicas
-            if status.state is ReplicaState.DRAINING and not status.renews
-        ]
-        return ControllerView(
-            frozenset(info.incarnation for info in cast("tuple[ReplicaInfo, ...]", dead)),
-            frozenset(status.incarnation for status in replicas),
-            frozenset(status.incarnation for status in draining),
-        )
-
-    async def end_controller(self) -> None:
-        """See ControllerNotices."""
-        # Unlike an actor's own exit, this reaches a stopped process too: after 5 s by its raylet.
-        ray.kill(self._controller, no_restart=False)
-
-    async def wanted_weights(self, model: str) -> WantedWeights | None:
-        """See ControllerNotices."""
-        with contextlib.suppress(RayError, TimeoutError):
-            reply = cast(
-                "Awaitable[WantedWeights | None]", self._controller.wanted_weights.remote(model)
-            )
-            return await asyncio.wait_for(reply, _CALL_TIMEOUT_S)
-        return None
-
-    async def replica_wanted(self, replica_id: str) -> None:
-        """See ControllerNotices."""
-        await self._tell(self._controller.drain.remote(replica_id, False))
-
-    async def replica_draining(self, info: ReplicaInfo, drain_s: float) -> None:
-        """See ControllerNotices."""
-        await self._tell(self._controller.drain.remote(info.replica_id, True, drain_s))
-
-    async def replica_gone(self, info: ReplicaInfo) -> None:
-        """See ControllerNotices."""
-        await self._tell(self._controller.declare_dead.remote(info.replica_id))
-
-    async def _tell(self, reply: object) -> None:
-        with contextlib.suppress(RayError, TimeoutError):
-            await asyncio.wait_for(cast(Awaitable[object], reply), _CALL_TIMEOUT_S)
-
-
-class SupervisorActor:
-    """The supervisor as a Ray actor; what it started ends with it."""
-
-    def __init__(
-        self,
-        specs: Sequence[ReplicaSpec],
-        controller: "ActorHandle[object]",
-        gateway: GatewaySpec | None = None,
-    ) -> None:
-        def create(spec: ReplicaSpec) -> Replica:
-            return RayReplica(spec, controller)
-
-        self._supervisor = Supervisor(specs, create, RayControllerNotices(controller))
-        self._gateway: RayGateway | None = None
-        self._keeper = None if gateway is None else GatewayKeeper(gateway, self._create_gateway)
-        self._controller = controller
-
-    def _create_gateway(self, spec: GatewaySpec) -> RayGateway:
-        self._gateway = RayGateway(spec, self._controller)
-        return self._gateway
-
-    async def open_gateway(self) -> GatewayAddresses:
-        """Listen for clients, from now on at these addresses; raises GatewayLost if it cannot."""
-        assert self._keeper is not None, "no gateway was ordered"
-        return await self._keeper.start()
-
-    async def gateway(self) -> "ActorHandle[object] | None":
-        """The gateway's actor of now; None while there is none."""
-        return (
-            self._gateway.actor if self._gateway and self._keeper and self._keeper.current else None
-        )
-
-    async def close_gateway(self, grace_s: float) -> None:
-        """Take no new calls, let running ones end, and keep it no more."""
-        if self._keeper is not None:
-            await self._keeper.stop(grace_s)
-
-    async def start(self) -> tuple[ReplicaInfo, ...]:
-        """Start every replica; raises ReplicaFailed if one cannot be started."""
-        return await self._supervisor.start()
-
-    async def add(self, spec: ReplicaSpec) -> ReplicaInfo:
-        """Start one more replica; raises ReplicaFailed."""
-        return await self._supervisor.add(spec)
-
-    async def drain(self, replica_id: str, drain_s: float = DRAIN_S) -> bool:
-        """Let a replica go once its streams have ended or moved; False if there is none."""
-        return await self._supervisor.drain(replica_id, drain_s)
-
-    async def infos(self) -> tuple[ReplicaInfo, ...]:
-        """The incarnations that serve now."""
-        return self._supervisor.infos()
-
-    async def processes(self) -> dict[str, ProcessIdentity]:
-        """The leaders' processes of those that serve, by replica id."""
-        return self._supervisor.processes()
-
-    async def num_restarts(self) -> int:
-        """Incarnations that had to be replaced."""
-        return self._supervisor.num_restarts
-
-    async def stop(self, drain_s: float = 0.0) -> None:
-        """Let streams finish for up to `drain_s`, then end every replica for certain."""
-        await self._supervisor.stop(drain_s)
-
-
-async def _answer(kind: type[T], reply: object) -> T:
-    answer = await asyncio.wait_for(cast(Awaitable[object], reply), _CALL_TIMEOUT_S)
-    assert isinstance(answer, kind), f"expected {kind}, got {answer!r}"
-    return answer
-
-
-def create_supervisor(
-    specs: Sequence[ReplicaSpec],
-    controller: "ActorHandle[object]",
-    gateway: GatewaySpec | None = None,
-) -> "ActorHandle[object]":
-    """The supervisor's actor, to be started with its `start`, its gateway with `open_gateway`."""
-    actor = ray.remote(SupervisorActor).options(
-        num_cpus=0,
-        max_restarts=0,
-        max_task_retries=0,
-        scheduling_strategy=on_this_node(soft=False),  # what it started ends with it
-    )
-    return cast("ActorHandle[object]", actor.remote(list(specs), controller, gateway))

@@ -17,7 +17,7 @@ from tiny_model import make_tiny_model
 from pagefleet.cluster.controller_actor import start_controller
 from pagefleet.cluster.engine_client import EngineClient
 from pagefleet.cluster.replica import ReplicaSpec
-from pagefleet.cluster.supervisor import create_supervisor
+from pagefleet.cluster.supervisor_actor import create_supervisor
 from pagefleet.protos.messages import Lease, ReplicaInfo
 from pagefleet.workers import shared_memory_group
 from pagefleet.workers.config import WorkerConfig

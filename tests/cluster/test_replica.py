@@ -17,7 +17,7 @@ from tiny_model import make_tiny_model
 from pagefleet.cluster.controller_actor import start_controller
 from pagefleet.cluster.engine_client import EngineClient, ReplicaLost
 from pagefleet.cluster.replica import ReplicaFailed, ReplicaSpec
-from pagefleet.cluster.supervisor import create_supervisor
+from pagefleet.cluster.supervisor_actor import create_supervisor
 from pagefleet.protos.messages import ClusterState, Lease, ReplicaInfo, ReplicaState
 from pagefleet.workers.config import WorkerConfig
 from pagefleet.workers.process_identity import ProcessIdentity, is_alive

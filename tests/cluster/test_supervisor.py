@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from pagefleet.cluster.controller_notices import ControllerView
 from pagefleet.cluster.replica import ReplicaFailed, ReplicaSpec
-from pagefleet.cluster.supervisor import ControllerView, Supervisor
+from pagefleet.cluster.supervisor import Supervisor
 from pagefleet.protos.messages import CacheIdentity, ReplicaInfo, WantedWeights
 from pagefleet.workers.config import WorkerConfig
 from pagefleet.workers.process_identity import ProcessIdentity
