@@ -41,19 +41,28 @@ class Section:
         return " ".join((self.script, *self.arguments))
 
 
-def _engine(shape: str, *arguments: str, quick: tuple[str, ...] | None = None) -> Section:
-    return Section(f"engine-{shape}", "bench_engine.py", ("--shape", shape, *arguments), quick)
+def _engine(
+    shape: str, *arguments: str, part: str = "", quick: tuple[str, ...] | None = None
+) -> Section:
+    name = f"engine-{shape}-{part}" if part else f"engine-{shape}"
+    return Section(name, "bench_engine.py", ("--shape", shape, *arguments), quick)
 
 
-_WIDE = ("--workload", "single", "batch32", "prefix32", "--pool-tokens", "20480")
+_LARGE = ("--pool-tokens", "20480")  # of a model whose KV cache takes 229 KB a token
 _NARROW = ("--weight-dtype", "bfloat16", "--workload", "single", "batch32")
+# Apart by workload, so that each is done within minutes.
 SECTIONS = (
     Section("startup", "bench_startup.py", (), ("--repeats", "1")),
     _engine("4x256", quick=("--workload", "single", "batch32", "--repeats", "1")),
-    _engine("smollm2"),
-    _engine("qwen3-0.6b", *_WIDE),
-    Section("bfloat16-smollm2", "bench_engine.py", ("--shape", "smollm2", *_NARROW)),
-    Section("bfloat16-qwen3-0.6b", "bench_engine.py", ("--shape", "qwen3-0.6b", *_NARROW)),
+    _engine("smollm2", "--workload", "single", "batch32", "nsample"),
+    _engine("smollm2", "--workload", "batch8long", "--repeats", "3", part="long"),
+    _engine("smollm2", "--workload", "prefix32", "prefix32-off", "--repeats", "1", part="prefix"),
+    _engine("smollm2", "--workload", "loose", "tight", "--repeats", "1", part="pool"),
+    _engine("qwen3-0.6b", "--workload", "single", "batch32", "--repeats", "2", *_LARGE),
+    _engine("qwen3-0.6b", "--workload", "prefix32", "--repeats", "1", *_LARGE, part="prefix"),
+    _engine("4x256", *_NARROW, part="bfloat16"),
+    _engine("smollm2", *_NARROW, part="bfloat16"),
+    _engine("qwen3-0.6b", *_NARROW, "--repeats", "1", *_LARGE, part="bfloat16"),
     Section("stream", "bench_stream.py", (), ("--shape", "4x256", "--repeats", "1")),
     Section("step", "bench_step.py", (), ("--repeats", "1", "--running", "1", "32")),
     Section("step-sampled", "bench_step.py", ("--sampled",)),
