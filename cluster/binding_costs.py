@@ -117,7 +117,7 @@ class BindingCosts:
     ) -> Fetches | None:
         """What would be copied from elsewhere; None where that is to have no say."""
         config, sources = self.config.transfer, contenders.sources
-        if sources is None or replicas.fullness[replicas.open].mean() > config.max_fullness:
+        if sources is None or replicas.mean_fullness() > config.max_fullness:
             return None
         return price_fetches(config, replicas.links, *sources, hits[..., slots], slots, now)
 
@@ -149,7 +149,7 @@ class BindingCosts:
         busy = is_busy.nonzero()[0]
         if len(busy) == 0:
             return None
-        full = replicas.fullness[replicas.open].mean()
+        full = replicas.mean_fullness()
         affinity = config.affinity_weight + config.affinity_full_weight * full
         weighted = (tokens - affinity * hits) * replicas.token_s
         done = weighted[..., busy] + (replicas.work_end[busy] - now)

@@ -217,7 +217,7 @@ class LateBinding:
     def _sources(
         self, queue: FairQueue, replicas: ReplicaColumns, rows: Some
     ) -> tuple[IntArray, FloatArray] | None:
-        if not self.config.transfer.enabled or replicas.num_exchanging < 2:
+        if not self.config.transfer.enabled or replicas.exchanging.bit_count() < 2:
             return None
         return queue.source_slots[rows, None], queue.source_tokens[rows, None]
 

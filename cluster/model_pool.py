@@ -30,11 +30,11 @@ from .fair_queue import FairQueue, WaitingRequest
 from .forecast import ArrivalRate
 from .late_binding import LateBinding
 from .lease_table import LeaseRecord
-from .prefix_transfer import NO_SOURCE, TransferConfig
+from .prefix_transfer import NOWHERE, Source, TransferConfig
 from .replica_pool import ReplicaPool
 from .replica_view import FloatArray, IntArray, ReplicaView
 from .routing_policy import RoutedRequest, RoutingPolicy, cheapest
-from .transfer_offers import TransferOffers
+from .transfer_offers import TransferOffer, TransferOffers
 
 _PRIORITY_S = 10.0  # one level of priority is worth so many seconds of waiting
 _MAX_LEVELS = 100
@@ -170,7 +170,8 @@ class ModelPool:
             self.withdraw(waiting)
             self.queue.learn_wait(now - waiting.since)
             self.gate.granted(waiting, now)
-            grants.append(self._grant(waiting.request, need, slot, float(hit), now))
+            source = self.transfers.source_of(waiting.request)
+            grants.append(self._grant(waiting.request, need, slot, float(hit), source, now))
         self._watch_unwatched()
         return grants
 
@@ -279,7 +280,7 @@ class ModelPool:
             need = Need(0, need.growth_tokens, need.expected_output_tokens)
         self.policy.placed(routed, slot)
         hit = float(routed.hit_tokens()[slot])
-        return self._grant(request, need, slot, hit, now)
+        return self._grant(request, need, slot, hit, NOWHERE, now)
 
     def _start_at_once(self, request: ReserveRequest, need: Need, now: float) -> Grant | None:
         """What `_admit` and `pump` would come to where nobody else waits, at less cost."""
@@ -296,7 +297,7 @@ class ModelPool:
             self.gate.duration_s(request, need),
             hits,
             host_hits,
-            None if source.slot == NO_SOURCE else (source.slot, source.num_tokens),
+            None if source is NOWHERE else (source.slot, source.num_tokens),
         )
         slot = self.policy.choose_newcomer(newcomer, candidates, columns, now)
         if slot is None:
@@ -304,7 +305,8 @@ class ModelPool:
         refused_at = self.gate.keep_appointment(request, now)
         self.queue.learn_wait(0.0 if refused_at is None else now - refused_at)
         hit = float(hits[slot]) + (0.0 if host_hits is None else float(host_hits[slot]))
-        return self._grant(request, need.without(int(shared[slot])), slot, hit, now)
+        need = need.without(int(shared[slot]))
+        return self._grant(request, need, slot, hit, source, now)
 
     def _admit(
         self, request: ReserveRequest, need: Need, now: float, since: float | None = None
@@ -366,32 +368,64 @@ class ModelPool:
         return None
 
     def _grant(
-        self, request: ReserveRequest, need: Need, slot: int, hit_tokens: float, now: float
+        self,
+        request: ReserveRequest,
+        need: Need,
+        slot: int,
+        hit_tokens: float,
+        source: Source,
+        now: float,
     ) -> Grant:
-        view = self.pool.by_slot[slot]
         uncached = max(1, request.num_tokens - int(hit_tokens))
-        offer = self.transfers.offer(request, slot, hit_tokens, now)
+        offer = self.transfers.offer(source, slot, hit_tokens, now)
         if offer is not None:
             uncached = max(1, uncached - offer.num_tokens)
-        lease = Lease(
+        lease = self._make_lease(request, need, slot, uncached, offer)
+        record = self._make_record(request, need, slot, lease, uncached, now)
+        self.pool.grant(record, request.route_hashes, now)
+        self.queue.charge(request.tenant, record.charged)
+        self.queue.learn_cost(record.charged)
+        self.stats.granted += 1
+        return Grant(request, lease, record)
+
+    def _make_lease(
+        self,
+        request: ReserveRequest,
+        need: Need,
+        slot: int,
+        uncached: int,
+        offer: TransferOffer | None,
+    ) -> Lease:
+        info = self.pool.by_slot[slot].info
+        return Lease(
             self.next_lease_id(),
             request.request_key,
             request.attempt,
-            view.info.replica_id,
-            view.info.incarnation,
-            view.info.address,
-            view.info.stream_secret,
+            info.replica_id,
+            info.incarnation,
+            info.address,
+            info.stream_secret,
             need.num_blocks,
             request.num_tokens - uncached,
             self.lease_ttl_s,
             self.identity.weights,
             None if offer is None else offer.transfer,
         )
+
+    def _make_record(
+        self,
+        request: ReserveRequest,
+        need: Need,
+        slot: int,
+        lease: Lease,
+        uncached: int,
+        now: float,
+    ) -> LeaseRecord:
         columns = self.pool.columns
         start = max(float(columns.work_end[slot]), now)
         prefill_s = start - now + uncached * float(columns.token_s[slot])
         duration = prefill_s + need.expected_output_tokens * float(columns.decode_step_s[slot])
-        record = LeaseRecord(
+        return LeaseRecord(
             lease.lease_id,
             slot,
             need.num_blocks,
@@ -407,11 +441,6 @@ class ModelPool:
             now + duration,
             need.num_blocks * duration,
         )
-        self.pool.grant(record, request.route_hashes, now)
-        self.queue.charge(request.tenant, record.charged)
-        self.queue.learn_cost(record.charged)
-        self.stats.granted += 1
-        return Grant(request, lease, record)
 
     def _settle(self, ended: Ended, now: float) -> None:
         """Correct what was charged by what was really used."""

@@ -245,10 +245,16 @@ class PrefixIndex:
         masks = (device(h, 0) | host(h, 0) | claimed(h, 0) for h in hashes)
         return self._walk(masks, len(hashes), alive)
 
-    def resident_depths(self, hashes: Sequence[bytes], alive: int) -> IntArray:
-        """Leading hashes that each slot holds for certain, on either tier."""
+    def deepest(self, hashes: Sequence[bytes], among: int) -> tuple[int, int]:
+        """Most leading hashes that a slot of `among` holds for certain, on either tier, and which
+        slots hold so many."""
         device, host = self._device.masks.get, self._host.masks.get
-        return self._walk((device(h, 0) | host(h, 0) for h in hashes), len(hashes), alive)
+        for depth, route_hash in enumerate(hashes):
+            holders = among & (device(route_hash, 0) | host(route_hash, 0))
+            if not holders:
+                return depth, among
+            among = holders
+        return len(hashes), among
 
     def watch(self, hashes: Sequence[bytes], watcher: Hashable) -> None:
         """Name `watcher` in `take_touched` when an entry of one of these hashes changes."""

@@ -103,15 +103,15 @@ def price_fetches(
 ) -> Fetches:
     """For requests whose best sources are given, on some slots that hold `hits` of their tokens.
 
-    source_slots, source_tokens: [num_requests, 1]; hits: [num_requests, number of slots]. Or of one
-    request alone, as scalars, with hits [number of slots].
+    source_slots, source_tokens: [num_requests, 1], no tokens where there is none;
+    hits: [num_requests, number of slots]. Or of one request alone, as scalars, with hits [number
+    of slots].
     """
-    groups, sources = links.groups[slots], np.asarray(source_slots)
-    is_alike = (groups == links.groups[sources]) & (groups > 0) & (sources != NO_SOURCE)
-    more = np.where(is_alike, source_tokens - hits, 0.0)
-    starts = np.maximum(links.busy_until[slots], links.busy_until[sources])
-    seconds = np.maximum(starts - now, 0.0) + links.overhead_s[slots]
-    seconds = seconds + more * links.fetch_token_s[slots]
+    groups = links.groups[slots]
+    more = source_tokens - hits
+    starts = np.maximum(links.busy_until[slots], np.maximum(links.busy_until[source_slots], now))
+    seconds = starts - now + links.overhead_s[slots] + more * links.fetch_token_s[slots]
     gain = more * links.token_s[slots] - config.caution * seconds
     pays = (more > 0.0) & (gain >= config.min_gain_s)
+    pays &= (groups == links.groups[source_slots]) & (groups > 0)
     return Fetches(np.where(pays, more, 0.0), np.where(pays, seconds, 0.0))

@@ -108,10 +108,12 @@ class ReplicaPool:
         reach = self.index.reach(route_hashes, self._alive)
         return device, None if reach is None else tokens_at.take(reach) - device
 
-    def resident_tokens(self, route_hashes: Sequence[bytes]) -> FloatArray:
-        """Prompt tokens that each slot holds for certain, on either tier."""
-        depths = self.index.resident_depths(route_hashes, self._alive)
-        return self._tokens_at(len(route_hashes)).take(depths)
+    def fullest_cache(self, route_hashes: Sequence[bytes], among: int) -> tuple[int, float]:
+        """Of the slots in a bit set, the first that holds most of a prompt for certain, on either
+        tier, and how many tokens; 0 where none holds anything."""
+        depth, holders = self.index.deepest(route_hashes, among)
+        slot = (holders & -holders).bit_length() - 1
+        return slot, float(self._tokens_at(depth)[depth])
 
     def shared_blocks(self, route_hashes: Sequence[bytes]) -> IntArray:
         """Leading blocks per slot that running prompts hold: to share them costs nothing."""

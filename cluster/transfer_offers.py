@@ -32,28 +32,26 @@ class TransferOffers:
     @property
     def is_possible(self) -> bool:
         """Whether there are replicas that exchange blocks."""
-        return self._config.enabled and self._pool.columns.num_exchanging > 1
+        return self._config.enabled and self._pool.columns.exchanging.bit_count() > 1
 
     def source_of(self, request: ReserveRequest) -> Source:
         """Who holds most of the prompt, on either tier; what is only expected does not count."""
         if not self.is_possible:
             return NOWHERE
-        tokens = self._pool.resident_tokens(request.route_hashes)
-        tokens[self._pool.columns.exchange[: len(tokens)] == 0] = 0.0
+        among = self._pool.columns.exchanging
         for replica_id in request.excluded:
             view = self._pool.replicas.get(replica_id)
             if view is not None:
-                tokens[view.slot] = 0.0
-        slot = int(tokens.argmax())
-        if not tokens[slot]:
+                among &= ~(1 << view.slot)
+        slot, num_tokens = self._pool.fullest_cache(request.route_hashes, among)
+        if not num_tokens:
             return NOWHERE
-        return Source(slot, min(float(tokens[slot]), request.num_tokens - 1.0))
+        return Source(slot, min(num_tokens, request.num_tokens - 1.0))
 
     def offer(
-        self, request: ReserveRequest, slot: int, hit_tokens: float, now: float
+        self, source: Source, slot: int, hit_tokens: float, now: float
     ) -> TransferOffer | None:
         """For a request that goes to a slot; books the time of both links."""
-        source = self.source_of(request)
         if source.slot in (slot, NOWHERE.slot):
             return None
         links = self._pool.columns.links
