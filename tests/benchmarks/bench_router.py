@@ -3,9 +3,10 @@
     python tests/benchmarks/bench_router.py [--trace FILE] [--unique N] [--json FILE] [--quick]
 
 Prompts are those of a trace, or conversations of about 14,000 tokens where none is given, in
-blocks of 16; then N prompts that share nothing, whose first and last tenth should cost the same.
-Replicas hold a million indexed blocks together. CPU time of this thread. Beside it Ray Serve's
-prefix tree and Dynamo's radix tree, where they can be imported: these only hash and match.
+blocks of 16, in the processor's cache, where reading their text has left them; then N prompts that
+share nothing, whose first and last tenth should cost the same. Replicas hold a million indexed
+blocks together. CPU time of this thread. Beside it Ray Serve's prefix tree and Dynamo's radix tree,
+where they can be imported: these only hash and match.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +27,7 @@ from benchmark_report import Row, print_rows, write_json
 
 from pagefleet.cluster.binding_costs import LateBindingConfig
 from pagefleet.cluster.controller import Controller, ControllerConfig
+from pagefleet.cluster.replica_view import FloatArray
 from pagefleet.cluster.workload import SyntheticSpec, Workload, load_trace, synthetic
 from pagefleet.protos.messages import (
     AdmissionClass,
@@ -49,7 +52,7 @@ ROOT = root_hash(IDENTITY)
 class Replicas:
     """Leaders that accept every lease at once and report as real ones would."""
 
-    def __init__(self, controller: Controller, count: int) -> None:
+    def __init__(self, controller: Controller, count: int, *, exchange: bool = False) -> None:
         self.controller = controller
         self.num_blocks = NUM_BLOCKS // count
         self.sequence = [0] * count
@@ -70,6 +73,8 @@ class Replicas:
                 max_num_sequences=256,
                 prefill_tokens_per_s=40_000.0,
                 decode_step_s=0.02,
+                block_bytes=BLOCK_SIZE * 131_072,
+                actors=(f"rank-{number}",) if exchange else (),
             )
             card = ModelCard("m", "", IDENTITY, 1 << 20, 1 << 17, ())
             controller.register_replica(info, card, 0.0)
@@ -142,19 +147,33 @@ def unique_prompts(count: int) -> Iterator[Int32Array]:
         yield rng.integers(0, 50_000, 14_000, dtype=np.int32)
 
 
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """µs of hashing and of `reserve`, by prompt; µs per index event, by report."""
+
+    hashing: list[float]
+    reserving: list[float]
+    events: list[float]
+
+    @property
+    def total(self) -> FloatArray:
+        """Hashing and `reserve`, by prompt."""
+        return np.add(self.hashing, self.reserving)
+
+
 def bench_decisions(
-    prompts: Iterable[Int32Array], num_replicas: int
-) -> tuple[list[float], list[float], list[float]]:
-    """µs of hashing, of reserve, and per index event."""
+    prompts: Iterable[Int32Array], num_replicas: int, *, exchange: bool = False
+) -> Decisions:
+    """exchange: whether replicas may copy prefixes from each other."""
     config = ControllerConfig(late_binding=LateBindingConfig())
     controller = Controller(config, random.Random(0), 0.0)
-    replicas = Replicas(controller, num_replicas)
+    replicas = Replicas(controller, num_replicas, exchange=exchange)
     _fill(replicas)
     hashing: list[float] = []
     reserving: list[float] = []
     events: list[float] = []
     now = 1.0
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(map(np.copy, prompts)):
         now += len(prompt) / (40_000.0 * num_replicas)
         begin = time.thread_time_ns()
         hashes = route_hashes(ROOT, prompt, BLOCK_SIZE)
@@ -184,7 +203,7 @@ def bench_decisions(
             if count >= 32:
                 events.append(took / count)
     controller.check_integrity()
-    return hashing, reserving, events
+    return Decisions(hashing, reserving, events)
 
 
 def _fill(replicas: Replicas) -> None:
@@ -273,11 +292,30 @@ def bench_ray_tree(prompts: list[Int32Array], num_replicas: int) -> float | None
 
 def bench_unique(count: int) -> Row:
     """Whether a decision stays as cheap: the last tenth of unique prompts beside the first."""
-    hashing, reserving, _ = bench_decisions(unique_prompts(count), 8)
-    total = np.add(hashing, reserving)
+    total = bench_decisions(unique_prompts(count), 8).total
     tenth = count // 10
     first, last = float(np.median(total[:tenth])), float(np.median(total[-tenth:]))
-    return Row(f"{count:,} unique", "us", last, first, "the first tenth of them")
+    return Row(f"{count:,} unique", "median us", last, first, "the first tenth of them")
+
+
+def bench_replicas(prompts: list[Int32Array], num_replicas: int) -> list[Row]:
+    """Rows of one size of cluster."""
+    decisions = bench_decisions(prompts, num_replicas)
+    copying = bench_decisions(prompts, num_replicas, exchange=True)
+    total, case = decisions.total, f"{num_replicas} replicas"
+    mean, event = float(total.mean()), float(np.mean(decisions.events))
+    dynamo = bench_dynamo(prompts, num_replicas)
+    tree = bench_ray_tree(prompts[:300], num_replicas)
+    return [
+        Row(case, "mean us", mean, dynamo, "Dynamo RadixTree"),
+        Row(case, "mean us", mean, tree, "Ray Serve PrefixTree"),
+        Row(case, "median us", float(np.median(total)), None, "-"),
+        Row(case, "p99 us", float(np.percentile(total, 99)), None, "-"),
+        Row(case, "hashing us", float(np.mean(decisions.hashing)), None, "-"),
+        Row(case, "reserve us", float(np.mean(decisions.reserving)), None, "-"),
+        Row(f"{case}, copying", "mean us", float(copying.total.mean()), None, "-"),
+        Row("20,000 events/s", "% of a core", 2.0 * event, None, "-"),
+    ]
 
 
 def main() -> None:
@@ -292,24 +330,10 @@ def main() -> None:
     print(f"{len(prompts)} prompts of {mean_tokens:,.0f} tokens on average")
     rows: list[Row] = []
     for num_replicas in (8, 64):
-        hashing, reserving, events = bench_decisions(prompts, num_replicas)
-        total = np.add(hashing, reserving)
-        dynamo = bench_dynamo(prompts, num_replicas)
-        tree = bench_ray_tree(prompts[:300], num_replicas)
-        case = f"{num_replicas} replicas"
-        rows += [
-            Row(f"{case}, mean", "us", float(total.mean()), dynamo, "Dynamo RadixTree"),
-            Row(f"{case}, mean", "us", float(total.mean()), tree, "Ray Serve PrefixTree"),
-            Row(f"{case}, median", "us", float(np.median(total)), None, "-"),
-            Row(f"{case}, p10", "us", float(np.percentile(total, 10)), None, "-"),
-            Row(f"{case}, p99", "us", float(np.percentile(total, 99)), None, "-"),
-            Row(f"{case}, hashing", "us", float(np.mean(hashing)), None, "-"),
-            Row(f"{case}, reserve", "us", float(np.mean(reserving)), None, "-"),
-            Row(f"{case}, an event", "us", float(np.mean(events)), None, "-"),
-        ]
+        rows += bench_replicas(prompts, num_replicas)
     rows.append(bench_unique(options.unique))
     bytes_per_block = measure_index_memory()
-    rows.append(Row("index, per block", "bytes", bytes_per_block, None, "-"))
+    rows.append(Row("index", "bytes/block", bytes_per_block, None, "-"))
     print_rows("router", rows)
     if options.json is not None:
         write_json(options.json, "router", rows)
