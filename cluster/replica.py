@@ -124,9 +124,7 @@ class RayReplica:
     async def start(self) -> ReplicaInfo:
         """See Replica."""
         asked_at = time.time()
-        placement = self._given_placement
-        if placement is None:
-            placement = self._placement = await self._place()
+        placement = self._given_placement or await self._place()
         self._worker = worker = self._create_worker(placement)
         others = range(1, self._spec.num_ranks)
         self._ranks = [self._create_rank(placement, rank) for rank in others]
@@ -194,12 +192,12 @@ class RayReplica:
         amounts = {"CPU": self._spec.num_cpus, "GPU": self._spec.num_gpus}
         bundle = {name: amount for name, amount in amounts.items() if amount > 0}
         group = placement_group([bundle] * self._spec.num_ranks, strategy="STRICT_PACK")
+        self._placement = group  # before it is waited for, so that `kill` removes it in any case
         # `ready()` needs a thread of Ray's to hand the answer to the event loop, which a starved
         # machine has lost; this asks the cluster's own store, in turns short enough to be cancelled
         deadline = time.monotonic() + _PLACEMENT_TIMEOUT_S
         while not await asyncio.to_thread(group.wait, _PLACEMENT_TURN_S):
             if time.monotonic() > deadline:
-                remove_placement_group(group)
                 raise ReplicaFailed(
                     f"{self._spec.replica_id}: no node has {self._spec.num_ranks} times "
                     f"{self._spec.num_cpus:g} CPUs and {self._spec.num_gpus:g} GPUs free; "
