@@ -20,5 +20,5 @@ def ray_cluster() -> Iterator[None]:
     # here, because Ray takes a second to import and most tests do without it
     from pagefleet.cluster.ray_runtime import ray_session
 
-    with ray_session(None, num_cpus=16):
+    with ray_session(None, num_cpus=64):
         yield
