@@ -39,6 +39,13 @@ app = typer.Typer(
 models_app = typer.Typer(help="Checkpoints on this machine.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
 
+# Under which headings `serve --help` lists its options.
+_BLOCKS = "KV blocks"
+_FULL = "When blocks run out"
+_STEPS = "Steps"
+_WEIGHTS = "Weights and device"
+_ACCESS = "Keys and TLS"
+
 _DEMO_BLOCKS = 256  # few enough to see single requests in the pictures of the pools
 
 
@@ -57,87 +64,168 @@ def serve(
     host: Annotated[str, typer.Option(help="Where the servers listen.")] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option(help="0 = any free one.")] = 50051,
     http_port: Annotated[int, typer.Option(help="0 = any free one.")] = 8000,
-    num_blocks: Annotated[int | None, typer.Option(help="KV pool of a replica, blocks.")] = None,
-    kv_memory: Annotated[str | None, typer.Option(help="The same in bytes, like 2GiB.")] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option(help="KV pool of a replica, blocks.", rich_help_panel=_BLOCKS)
+    ] = None,
+    kv_memory: Annotated[
+        str | None, typer.Option(help="The same in bytes, like 2GiB.", rich_help_panel=_BLOCKS)
+    ] = None,
     gpu_memory_utilization: Annotated[
-        float | None, typer.Option(help="The same as a share of the device's memory.")
+        float | None,
+        typer.Option(help="The same as a share of the device's memory.", rich_help_panel=_BLOCKS),
     ] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
-    host_memory: Annotated[str, typer.Option(help="Second tier of a replica, in bytes.")] = "0",
+    block_size: Annotated[
+        int, typer.Option(help="Tokens of a block.", rich_help_panel=_BLOCKS)
+    ] = 16,
+    host_memory: Annotated[
+        str, typer.Option(help="Second tier of a replica, in bytes.", rich_help_panel=_BLOCKS)
+    ] = "0",
     max_model_len: Annotated[
-        int | None, typer.Option(help="The longest sequence; the model's own.")
+        int | None,
+        typer.Option(help="The longest sequence; the model's own.", rich_help_panel=_STEPS),
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences in one batch.")] = 256,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in one step.")] = 2048,
-    enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse blocks of prefixes.")] = True,
+    max_num_seqs: Annotated[
+        int, typer.Option(help="Sequences in one batch.", rich_help_panel=_STEPS)
+    ] = 256,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Tokens in one step.", rich_help_panel=_STEPS)
+    ] = 2048,
+    enable_prefix_caching: Annotated[
+        bool, typer.Option(help="Reuse blocks of prefixes.", rich_help_panel=_BLOCKS)
+    ] = True,
     prefix_transfer: Annotated[
-        bool, typer.Option(help="Copy prefixes between replicas; needs --host-memory.")
+        bool,
+        typer.Option(
+            help="Copy prefixes between replicas; needs --host-memory.", rich_help_panel=_BLOCKS
+        ),
     ] = True,
     preemption_mode: Annotated[
-        str, typer.Option(help="When blocks run out: recompute, swap, or auto, the cheaper one.")
+        str,
+        typer.Option(
+            help="When blocks run out: recompute, swap, or auto, the cheaper one.",
+            rich_help_panel=_FULL,
+        ),
     ] = "auto",
     admission_rule: Annotated[
-        str, typer.Option(help="Blocks to enter the batch: for the known-length or full-length.")
+        str,
+        typer.Option(
+            help="Blocks to enter the batch: for the known-length or full-length.",
+            rich_help_panel=_FULL,
+        ),
     ] = "known-length",
     watermark: Annotated[
-        float, typer.Option(help="Share of the pool kept free for what runs already.")
+        float,
+        typer.Option(
+            help="Share of the pool kept free for what runs already.", rich_help_panel=_FULL
+        ),
     ] = 0.01,
     max_queue_s: Annotated[
         float | None,
-        typer.Option(help="Refuse what would wait longer for its blocks, saying when to come."),
+        typer.Option(
+            help="Refuse what would wait longer for its blocks, saying when to come.",
+            rich_help_panel=_FULL,
+        ),
     ] = None,
     max_num_waiting: Annotated[
-        int | None, typer.Option(help="Requests that may wait at a replica; no bound.")
+        int | None,
+        typer.Option(help="Requests that may wait at a replica; no bound.", rich_help_panel=_FULL),
     ] = None,
     speculative: Annotated[
-        str, typer.Option(help="ngram: guess from what a sequence said before; or off.")
+        str,
+        typer.Option(
+            help="ngram: guess from what a sequence said before; or off.", rich_help_panel=_STEPS
+        ),
     ] = "off",
     num_speculative_tokens: Annotated[
-        int, typer.Option(help="Most tokens guessed ahead in a step.")
+        int, typer.Option(help="Most tokens guessed ahead in a step.", rich_help_panel=_STEPS)
     ] = 5,
     prompt_lookup_min: Annotated[
-        int, typer.Option(help="Last tokens that must have stood before, for a guess.")
+        int,
+        typer.Option(
+            help="Last tokens that must have stood before, for a guess.", rich_help_panel=_STEPS
+        ),
     ] = 2,
-    prompt_lookup_max: Annotated[int, typer.Option(help="So many of them are compared.")] = 5,
+    prompt_lookup_max: Annotated[
+        int, typer.Option(help="So many of them are compared.", rich_help_panel=_STEPS)
+    ] = 5,
     overlap_steps: Annotated[
         bool | None,
-        typer.Option(help="Schedule a step while the one before it runs; on a GPU by default."),
+        typer.Option(
+            help="Schedule a step while the one before it runs; on a GPU by default.",
+            rich_help_panel=_STEPS,
+        ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="auto, float32 or bfloat16.", rich_help_panel=_WEIGHTS)
+    ] = "auto",
     weight_dtype: Annotated[
-        str, typer.Option(help="Of linears, on the CPU: bfloat16 or int8; auto: as --dtype.")
+        str,
+        typer.Option(
+            help="Of linears, on the CPU: bfloat16 or int8; auto: as --dtype.",
+            rich_help_panel=_WEIGHTS,
+        ),
     ] = "auto",
     kv_dtype: Annotated[
-        str, typer.Option(help="Of the KV cache: fp8 halves it; auto: as --dtype.")
+        str,
+        typer.Option(
+            help="Of the KV cache: fp8 halves it; auto: as --dtype.", rich_help_panel=_BLOCKS
+        ),
     ] = "auto",
     enforce_eager: Annotated[
-        bool, typer.Option("--enforce-eager", help="On GPUs, record no decode steps.")
+        bool,
+        typer.Option(
+            "--enforce-eager", help="On GPUs, record no decode steps.", rich_help_panel=_STEPS
+        ),
     ] = False,
     quantized_weights: Annotated[
         str,
-        typer.Option(help="AWQ's and GPTQ's: packed, dequantized, or auto, packed if possible."),
+        typer.Option(
+            help="AWQ's and GPTQ's: packed, dequantized, or auto, packed if possible.",
+            rich_help_panel=_WEIGHTS,
+        ),
     ] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_WEIGHTS)
+    ] = "auto",
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Results do not depend on the batch.")
+        bool,
+        typer.Option(
+            "--deterministic", help="Results do not depend on the batch.", rich_help_panel=_STEPS
+        ),
     ] = False,
     address: Annotated[
         str | None, typer.Option(help="A running Ray cluster; a private one is started without.")
     ] = None,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="Hashed API keys, see `pagefleet keys`; also from the env.")
+        Path | None,
+        typer.Option(
+            help="Hashed API keys, see `pagefleet keys`; also from the env.",
+            rich_help_panel=_ACCESS,
+        ),
     ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="PEM; read again when it changes.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="The certificate's key.")] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="PEM; read again when it changes.", rich_help_panel=_ACCESS)
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(help="The certificate's key.", rich_help_panel=_ACCESS)
+    ] = None,
     tls_client_ca: Annotated[
-        Path | None, typer.Option(help="Clients need a certificate of this CA (mTLS).")
+        Path | None,
+        typer.Option(help="Clients need a certificate of this CA (mTLS).", rich_help_panel=_ACCESS),
     ] = None,
     inner_tls_cert: Annotated[
         Path | None,
-        typer.Option(help="PEM, of streams to replicas; made at start where --tls-cert is given."),
+        typer.Option(
+            help="PEM, of streams to replicas; made at start where --tls-cert is given.",
+            rich_help_panel=_ACCESS,
+        ),
     ] = None,
-    inner_tls_key: Annotated[Path | None, typer.Option(help="That certificate's key.")] = None,
-    inner_tls_ca: Annotated[Path | None, typer.Option(help="The authority of both ends.")] = None,
+    inner_tls_key: Annotated[
+        Path | None, typer.Option(help="That certificate's key.", rich_help_panel=_ACCESS)
+    ] = None,
+    inner_tls_ca: Annotated[
+        Path | None, typer.Option(help="The authority of both ends.", rich_help_panel=_ACCESS)
+    ] = None,
     otlp_endpoint: Annotated[
         str | None,
         typer.Option(help="Send a trace of each request there; also from OTEL_EXPORTER_OTLP_…."),
