@@ -4,7 +4,6 @@ threads:  engine (steps) · loop (gateway streams, reports) · whoever calls `Le
 """
 # pyright: reportPrivateImportUsage=false
 
-import asyncio
 import contextlib
 import logging
 import secrets
@@ -16,12 +15,12 @@ from uuid import uuid4
 
 from torch.distributed import TCPStore
 
-from ..protos.errors import Unavailable
 from ..protos.messages import CacheIdentity, ModelCard, ReplicaInfo, TransferPeer
 from ..scheduler.prefix_imports import ImportOrder
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.stats import SchedulerStats
 from .config import WorkerConfig
+from .drain import Drain
 from .engine import Engine
 from .engine_server import EngineServer
 from .executor import make_executor
@@ -38,8 +37,6 @@ from .tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
-_DRAIN_SLACK_S = 1.0  # the same order again is no shorter one
-_SAVE_LIMIT_S = 5.0  # for what others take over of the cache of a replica that goes
 _TRANSFER_CALL_S = 15.0
 
 
@@ -126,10 +123,6 @@ class Leader:
         self._engine = loaded.engine
         self._ended = threading.Event()
         self._end_reason = ReplicaEnd("")
-        self._drain_until: float | None = None
-        self._drain_timer: asyncio.TimerHandle | None = None
-        self._saving: asyncio.Task[int] | None = None
-        self._has_to_save = False
         self._closing = threading.Lock()
         self._is_closed = False
         incarnation, stream_secret = uuid4().hex, secrets.token_hex(32)
@@ -169,14 +162,21 @@ class Leader:
             tensor_parallel=loaded.runner.ranks.world_size,
             actors=actors if self._mover is not None else (),
         )
+        self._drain = Drain(
+            self._engine,
+            self._mover,
+            self._loop.loop,
+            on_begin=self._on_drain_begin,
+            on_done=partial(self._end, "drained", drained=True),
+        )
         self._reporter = Reporter(
             self._engine,
             link,
             self.info,
             model_card(model, loaded),
             on_fence=self._on_fence,
-            on_drain=self._drain,
-            on_peers=self._save,
+            on_drain=self._drain.order,
+            on_peers=self._drain.save,
             transfer_stats=None if self._mover is None else self._mover.stats,
         )
         self._engine.start(self._on_change, None if self._mover is None else self._on_import)
@@ -197,7 +197,7 @@ class Leader:
     def drain(self, drain_s: float) -> None:
         """Take no new requests, let streams go on for `drain_s`, then end them, and it."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended already
-            self._loop.loop.call_soon_threadsafe(self._drain, drain_s)
+            self._loop.loop.call_soon_threadsafe(self._drain.order, drain_s)
 
     def open_export(self, request: ExportRequest) -> ExportGrant | None:
         """Pin what another replica wants to read; None: it is not here, or there is no room."""
@@ -213,7 +213,7 @@ class Leader:
 
     def take_over(self, offer: PrefixOffer) -> bool:
         """Fetch what a replica that goes has offered; whether it is here now."""
-        if self._mover is None or self._drain_until is not None:
+        if self._mover is None or self._drain.has_begun:
             return False
         return self._loop.submit(self._mover.take_over(offer)).result(_TRANSFER_CALL_S)
 
@@ -246,7 +246,7 @@ class Leader:
         elif not self._reporter.has_changes:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody to tell
                 self._loop.loop.call_soon_threadsafe(self._reporter.notice_change)
-        self._end_if_drained()
+        self._drain.end_if_done()
 
     def _pulse(self) -> Pulse:
         engine = self._engine
@@ -262,44 +262,9 @@ class Leader:
     def _on_fence(self) -> None:
         self._end("declared dead by the controller")
 
-    def _drain(self, drain_s: float) -> None:
-        """On the loop. Each further order may only shorten the time."""
-        loop = self._loop.loop
-        until = loop.time() + drain_s
-        if self._drain_until is not None and until >= self._drain_until - _DRAIN_SLACK_S:
-            return
-        if self._drain_timer is not None:
-            self._drain_timer.cancel()
-        self._engine.stop_accepting("the replica is draining")
-        self._drain_until = until
-        move = partial(self._engine.give_up, Unavailable("moved: the replica is draining"))
-        self._drain_timer = loop.call_later(drain_s, move)
+    def _on_drain_begin(self) -> None:
         self._reporter.is_draining = True
         self._reporter.notice_change()
-        if self._mover is not None and self._saving is None and drain_s > 0.0:
-            self._has_to_save = True  # the controller's next answer names the peers
-            loop.call_later(min(drain_s, _SAVE_LIMIT_S), self._end_saving)
-        self._end_if_drained()
-
-    def _save(self, peers: tuple[TransferPeer, ...]) -> None:
-        """On the loop, while it drains: let others take over what is hot of its cache, once."""
-        if self._mover is None or not self._has_to_save or self._saving is not None:
-            return
-        loop = self._loop.loop
-        limit_s = _SAVE_LIMIT_S
-        if self._drain_until is not None:
-            limit_s = min(limit_s, self._drain_until - loop.time())
-        self._saving = loop.create_task(self._mover.save(peers, limit_s))
-        self._saving.add_done_callback(lambda _: self._end_saving())
-
-    def _end_saving(self) -> None:
-        self._has_to_save = False
-        self._end_if_drained()
-
-    def _end_if_drained(self) -> None:
-        is_done = self._engine.num_requests == 0 and not self._has_to_save
-        if self._drain_until is not None and is_done:
-            self._end("drained", drained=True)
 
     def _end(self, reason: str, *, drained: bool = False) -> None:
         if not self._ended.is_set():
