@@ -13,8 +13,10 @@ from rich.progress import Progress
 from .admission import AdmissionConfig
 from .binding_costs import LateBindingConfig
 from .config import CommandError
+from .measurements import Measurements
 from .policies import POLICY_NAMES
 from .replay_replica import ReplayCost, ReplayReplica
+from .simulated_seat import MakeReplica
 from .simulation_report import (
     SimulationRow,
     make_row,
@@ -22,17 +24,8 @@ from .simulation_report import (
     write_plots,
     write_rows,
 )
-from .simulator import (
-    ClusterSpec,
-    Fault,
-    FaultKind,
-    MakeReplica,
-    Measurements,
-    Simulation,
-    SimulationSpec,
-    TransferCost,
-    with_load,
-)
+from .simulation_spec import ClusterSpec, Fault, FaultKind, SimulationSpec, TransferCost
+from .simulator import Simulation, with_load
 from .stepped_replica import SteppedReplica
 from .workload import SyntheticSpec, Workload, load_trace, synthetic
 

@@ -9,8 +9,8 @@ from typing import TypedDict
 
 from rich.table import Table
 
+from .measurements import Measurements
 from .replay_replica import percentile
-from .simulator import Measurements
 from .tables import make_table
 
 _COLUMNS = ("hit", "of ideal", "TTFT mean", "p50", "p99", "max", "goodput", "refused", "us")

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from pagefleet.cluster.admission import AdmissionConfig
 from pagefleet.cluster.config import CommandError
+from pagefleet.cluster.measurements import Measurements
 from pagefleet.cluster.policies import POLICY_NAMES
 from pagefleet.cluster.replay_replica import ReplayCost
 from pagefleet.cluster.simulate_command import (
@@ -19,16 +20,14 @@ from pagefleet.cluster.simulate_command import (
     run_simulation,
     simulate,
 )
-from pagefleet.cluster.simulator import (
+from pagefleet.cluster.simulation_spec import (
     ClusterSpec,
     Fault,
     FaultKind,
-    Measurements,
-    Simulation,
     SimulationSpec,
     TransferCost,
-    with_load,
 )
+from pagefleet.cluster.simulator import Simulation, with_load
 from pagefleet.cluster.stepped_replica import SteppedReplica
 from pagefleet.cluster.workload import SyntheticSpec, TraceRequest, Workload, synthetic
 
