@@ -97,10 +97,13 @@ class Load:
             else:
                 return
 
-    async def run_one(self, client: AsyncClient, index: int, model: str = "") -> None:
+    async def run_one(
+        self, client: AsyncClient, index: int, model: str = "", retry_token: str = ""
+    ) -> None:
         """One stream; goes on behind what its result has already."""
         question, result = self.questions[index], self.results[index]
-        options = RequestOptions(resume_token_ids=tuple(result.token_ids))
+        resumed = tuple(result.token_ids)
+        options = RequestOptions(resume_token_ids=resumed, retry_token=retry_token)
         parts = client.stream(question.prompt, question.sampling, model=model, options=options)
         last = time.monotonic()
         async with asyncio.timeout(STREAM_TIMEOUT_S), aclosing(parts):

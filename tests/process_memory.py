@@ -81,6 +81,16 @@ class MemoryWatch:
             found.append(Trend(life.name, 1, life.age_s, first / _MIB, last / _MIB))
         return found
 
+    def curves(self, names: set[str]) -> dict[str, list[tuple[int, float]]]:
+        """(age in s, MiB) of the longest life of each: for who asks how memory grew."""
+        longest: dict[str, Life] = {}
+        for life in sorted(self.lives.values(), key=lambda life: life.age_s):
+            longest[life.name] = life
+        return {
+            name: [(round(age), round(held / _MIB, 1)) for age, held in longest[name].samples]
+            for name in names & longest.keys()
+        }
+
     def successors(self, names: set[str], age_s: float, since_s: float) -> list[Trend]:
         """Of each kind: those born since then, at the same age, the first half beside the last."""
         found: list[Trend] = []
