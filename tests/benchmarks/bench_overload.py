@@ -2,8 +2,8 @@
 
     python tests/benchmarks/bench_overload.py [--json FILE]
 
-The runs of `tests/cluster/test_overload.py`, on a virtual clock: the machine does not matter. The
-reference is what each figure has to reach, or may not exceed.
+The runs of `tests/cluster/test_overload.py`, on a virtual clock: the machine does not matter. There
+is no reference; in its place stands what each figure has to be.
 """
 
 import argparse
@@ -17,20 +17,23 @@ from overload import Overload, run_overload, run_preemptions
 from pagefleet.protos.messages import AdmissionClass
 
 _SEEDS = range(10)
+_GOALS = {AdmissionClass.GUARANTEED: f"0, in {len(_SEEDS)} runs"}
 
 
 def rows_of(overload: Overload) -> list[Row]:
     """One row a figure."""
     case = f"{overload.heavy:.0%} from one tenant"
     hinted = overload.num_hints / overload.num_refusals
-    return [
-        Row(case, "goodput, overload", overload.goodput_overload, 0.95, "of that at capacity"),
-        Row(case, "goodput, after", overload.goodput_after, 0.95, "of that at capacity"),
-        Row(case, "with a hint", hinted, 1.0, f"of {overload.num_refusals:,} refusals"),
-        Row(case, "served in time", overload.kept, 0.8, f"of {overload.num_appointments:,} kept"),
-        Row(case, "its share", overload.heavy_share, 0.55, "of block-seconds, at most"),
-        Row(case, "never served", float(overload.num_unserved), 0.0, "at most"),
-    ]
+    figures = (
+        ("goodput, overload", overload.goodput_overload, "0.95 of that at capacity, at least"),
+        ("goodput, after", overload.goodput_after, "0.95 of that at capacity, at least"),
+        ("told when", hinted, f"1 of {overload.num_refusals:,} refusals"),
+        ("kept, served", overload.kept, f"0.8 of {overload.num_appointments:,}, at least"),
+        ("its share", overload.heavy_share, "0.55 of block-seconds, at most"),
+        ("never served", float(overload.num_unserved), "0"),
+        ("left waiting", float(overload.num_left), "0, at the end"),
+    )
+    return [Row(case, metric, figure, None, goal) for metric, figure, goal in figures]
 
 
 def preemption_rows() -> list[Row]:
@@ -40,7 +43,7 @@ def preemption_rows() -> list[Row]:
         for admission_class, count in run_preemptions(seed).items():
             totals[admission_class] += count
     return [
-        Row(each.name.lower(), "preemptions", float(count), None, f"{len(_SEEDS)} runs")
+        Row(each.name.lower(), "preemptions", float(count), None, _GOALS.get(each, "-"))
         for each, count in totals.items()
     ]
 

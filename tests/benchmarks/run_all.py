@@ -72,8 +72,9 @@ SECTIONS = (
     Section("kernels", "bench_kernels.py", ("--threads", "2"), ("--repeats", "2")),
     Section("all-reduce", "bench_all_reduce.py", (), ("--repeats", "50")),
     Section("tensor-parallel", "bench_tensor_parallel.py", (), ("--rounds", "1")),
-    Section("router", "bench_router.py", (), ("--quick",)),
+    Section("router", "bench_router.py", ("--unique", "100000"), ("--quick",)),
     Section("routing", "bench_routing.py"),
+    Section("overload", "bench_overload.py"),
 )
 
 
