@@ -116,6 +116,8 @@ def _plain_values(replica: ReplicaStatus) -> Iterator[tuple[str, float]]:
     yield "prefix_cache_queries", replica.query_tokens
     yield "prefix_cache_hits", replica.hit_tokens
     yield "steps", replica.steps_done
+    yield "reports_lost", replica.reports_lost
+    yield "snapshots_asked", replica.snapshots_asked
     yield "copies_failed", replica.counters.copies_failed
     yield "copies_on_write", replica.counters.copies_on_write
     yield "spec_decode_num_draft_tokens", replica.counters.draft_tokens
@@ -169,6 +171,8 @@ def _make_families() -> _Families:
         ("prefix_cache_queries", "Prompt tokens looked up in the cache", ()),
         ("prefix_cache_hits", "Prompt tokens found in the cache", ()),
         ("steps", "Engine steps, and seconds of idleness", ()),
+        ("reports_lost", "Reports that did not arrive, or after a later one", ()),
+        ("snapshots_asked", "Times that it was asked for all it holds", ()),
         ("blocks_evicted", "Cached blocks dropped to make room", ("tier",)),
         ("blocks_copied", "Blocks copied to the host (store) and back (load)", ("direction",)),
         ("copies_failed", "Copies between the tiers that failed", ()),

@@ -69,7 +69,9 @@ class ReplicaPool:
         if expected is not None and report.sequence_number < expected:
             return view.reply(now), ()
         if expected is not None and report.sequence_number > expected:
-            view.needs_snapshot = True
+            view.reports_lost += report.sequence_number - expected
+            if not report.is_snapshot:
+                view.ask_for_snapshot()
         view.next_sequence = report.sequence_number + 1
         self._mirror_index(view, report)
         change = self.leases.apply_ledger(view.slot, report.leases, report.finished_leases)
@@ -169,8 +171,8 @@ class ReplicaPool:
             view.needs_snapshot = False
         else:
             self.index.apply(view.slot, report.events)
-        if not view.needs_snapshot and not self._digests_agree(view.slot, report):
-            view.needs_snapshot = True
+        if not self._digests_agree(view.slot, report):
+            view.ask_for_snapshot()
 
     def _digests_agree(self, slot: int, report: ReplicaReport) -> bool:
         return (

@@ -182,6 +182,8 @@ class ReplicaView:
     granted_tokens: int = 0
     num_granted: int = 0
     transfers_offered: int = 0
+    reports_lost: int = 0
+    snapshots_asked: int = 0
     maps: tuple[PoolMap, ...] = ()
 
     @property
@@ -246,6 +248,12 @@ class ReplicaView:
         self.draining |= report.draining
         self.renews |= report.renews
         self.refresh(now)
+
+    def ask_for_snapshot(self) -> None:
+        """What is mirrored of it is not what it has."""
+        if not self.needs_snapshot:
+            self.needs_snapshot = True
+            self.snapshots_asked += 1
 
     def reply(self, now: float, *, needs_snapshot: bool = False) -> ReportReply:
         """What its leader is answered."""
@@ -354,6 +362,8 @@ class ReplicaView:
             counters=report.counters if report else ReplicaCounters(),
             transfers_offered=self.transfers_offered,
             transfers=report.transfers if report else TransferStats(),
+            reports_lost=self.reports_lost,
+            snapshots_asked=self.snapshots_asked,
         )
 
     @property

@@ -572,6 +572,8 @@ class ReplicaStatus:
     counters: ReplicaCounters = field(default_factory=ReplicaCounters)
     transfers_offered: int = 0  # leases that named a source to copy from
     transfers: TransferStats = field(default_factory=TransferStats)
+    reports_lost: int = 0
+    snapshots_asked: int = 0  # because one was lost, or a digest differed
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,10 +65,33 @@ def test_a_gap_asks_that_replica_for_a_snapshot() -> None:
     assert only_status(controller).indexed_device == 3
 
 
+def test_lost_reports_and_snapshots_asked_for_are_counted() -> None:
+    controller = make_controller()
+    replica = join(controller, make_info())  # its first snapshot is not for anything lost
+    tell(controller, replica, 0.5)
+    counted = []
+    for number_lost in (0, 2, 1):
+        lost = [replica.report() for _ in range(number_lost)]
+        assert controller.report(replica.report(), 1.0).needs_snapshot is bool(lost)
+        assert controller.report(replica.report(), 1.1).needs_snapshot is bool(lost)  # once asked
+        controller.report(replica.report(snapshot=True), 1.2)
+        for late in lost:
+            controller.report(late, 1.3)
+        status = only_status(controller)
+        counted.append((status.reports_lost, status.snapshots_asked))
+    replica.report()
+    controller.report(replica.report(snapshot=True), 1.4)  # which it sent unasked
+    assert counted == [(0, 0), (2, 1), (3, 2)]
+    status = only_status(controller)
+    assert (status.reports_lost, status.snapshots_asked) == (4, 2)
+
+
 def test_a_wrong_digest_asks_for_a_snapshot() -> None:
     controller = make_controller()
     replica = join(controller, make_info())
     assert controller.report(replica.report(digest_device=5), 1.0).needs_snapshot
+    status = only_status(controller)
+    assert (status.reports_lost, status.snapshots_asked) == (0, 1)
 
 
 def test_late_and_repeated_reports_change_nothing() -> None:
