@@ -80,7 +80,7 @@ class Gateway:
         self._retry = retry or RetryPolicy()
         self._clock = clock
         self._models = ModelCatalog(controller, load_tokenizer, clock, on_demand)
-        self._reservations = Reservations(controller, gateway_id, clock=clock)
+        self._reservations = Reservations(controller, gateway_id, clock=clock, models=self._models)
         self._engines = EngineClient(gateway_id, make_channel)
         self.metrics = GatewayMetrics()
         self._watch = ClusterWatch(controller, self.metrics.recent, clock)

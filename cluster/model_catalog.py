@@ -111,6 +111,16 @@ class ModelCatalog:
             raise InvalidArgument("model", f"is empty and several are served: {', '.join(known)}")
         raise ModelNotFound(name, known)
 
+    def comes_on_demand(self, model: str) -> bool:
+        """Whether a replica of it comes when somebody asks."""
+        return model in self._on_demand.models
+
+    async def wait_again(self, model: str) -> None:
+        """The controller has forgotten the model, as it does when it restarts while there is no
+        replica: wait as for the first one. Raises Unavailable where none comes in time."""
+        self._cards = tuple(card for card in self._cards if card.model != model)
+        await self._hold(model)
+
     async def all(self) -> tuple[ServedModel, ...]:
         """Every model; those known before, while the controller is away."""
         try:

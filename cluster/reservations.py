@@ -2,7 +2,8 @@
 
 A request that has to wait holds a ticket; one `next_grants` call serves all of a gateway's
 tickets. Nothing relies on a grant to arrive: who waits long asks again, which is idempotent, so
-lost grants and a restarted controller cost time and nothing else.
+lost grants and a restarted controller cost time and nothing else. A controller that restarts while
+a model has no replica knows nothing of it: who waited there waits for the model again.
 """
 
 import asyncio
@@ -10,14 +11,34 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from typing import Protocol
 
-from ..protos.errors import DeadlineExceeded, PagefleetError, Unavailable, error_named
+from ..protos.errors import (
+    DeadlineExceeded,
+    ModelNotFound,
+    PagefleetError,
+    Unavailable,
+    error_named,
+)
 from ..protos.messages import Lease, Refused, ReserveRequest, Ticket
 from .controller_client import ControllerClient
 
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.2  # between tries to reach a controller that is away
+_TOO_LATE = "the deadline passed before a replica was found"
+
+
+class OnDemandModels(Protocol):
+    """Models whose first replica comes when somebody asks."""
+
+    def comes_on_demand(self, model: str) -> bool:
+        """Whether it is one of them."""
+        ...
+
+    async def wait_again(self, model: str) -> None:
+        """Until the controller knows it; raises Unavailable where no replica comes in time."""
+        ...
 
 
 class _Waiter:
@@ -36,6 +57,7 @@ class Reservations:
         recheck_s: who has waited so long for a grant asks again.
         patience_s: how long a controller may be away before requests are refused; and how long
             after that it may take until the replicas have registered with it again.
+        models: those that a controller which restarts may have forgotten; None = none.
     """
 
     def __init__(
@@ -46,12 +68,14 @@ class Reservations:
         recheck_s: float = 10.0,
         patience_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
+        models: OnDemandModels | None = None,
     ) -> None:
         self._controller = controller
         self._gateway_id = gateway_id
         self._recheck_s = recheck_s
         self._patience_s = patience_s
         self._clock = clock
+        self._models = models
         self._away_at: float | None = None  # when the controller was last found to be away
         self._waiters: dict[tuple[str, int], _Waiter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -91,9 +115,9 @@ class Reservations:
                     answer = await self._wait(waiter)
                 if isinstance(answer, Lease):
                     return answer
-                if answer is not None and not self._may_pass(answer):
-                    raise error_of(answer)
                 if answer is not None:
+                    if not self._may_pass(answer):
+                        await self._wait_for_model(answer, request, deadline)
                     await asyncio.sleep(_PAUSE_S)
         except asyncio.CancelledError:
             self._spawn(self._give_back(waiter, request))
@@ -126,7 +150,7 @@ class Reservations:
         while True:
             left = None if deadline is None else deadline - self._clock()
             if left is not None and left <= 0:
-                raise DeadlineExceeded("the deadline passed before a replica was found")
+                raise DeadlineExceeded(_TOO_LATE)
             call = self._controller.reserve(replace(request, deadline_s=left))
             waiter.call = asyncio.ensure_future(call)
             try:
@@ -146,6 +170,21 @@ class Reservations:
         if self._away_at is None or refused.error != Unavailable.__name__:
             return False
         return self._clock() - self._away_at < self._patience_s
+
+    async def _wait_for_model(
+        self, refused: Refused, request: ReserveRequest, deadline: float | None
+    ) -> None:
+        """Until it may be asked for again; raises the refusal where it is final."""
+        models, model = self._models, request.model
+        is_forgotten = refused.error == ModelNotFound.__name__
+        if models is None or not is_forgotten or not models.comes_on_demand(model):
+            raise error_of(refused)
+        left = None if deadline is None else max(0.0, deadline - self._clock())
+        try:
+            async with asyncio.timeout(left):
+                await models.wait_again(model)
+        except TimeoutError:
+            raise DeadlineExceeded(_TOO_LATE) from None
 
     async def _give_back(self, waiter: _Waiter, request: ReserveRequest) -> None:
         """Not before the controller has decided: the release might overtake the question."""

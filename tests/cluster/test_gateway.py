@@ -263,6 +263,26 @@ async def test_a_request_for_a_model_on_demand_is_held_until_it_has_a_card(name:
         assert cluster.gateway.held == {}
 
 
+async def test_a_held_request_outlives_a_controller_that_forgets_the_model():
+    async with FakeCluster(on_demand=OnDemand(("tiny",), 30.0)) as cluster:
+        controller = cluster.controller
+        controller.answers = [
+            errors.Unavailable("restarting", retry_after_s=1.0),
+            Refused("k", 1, "Unavailable", "no replica of this model has registered yet", 1.0),
+            Refused("k", 1, "ModelNotFound", "model 'tiny' is not served here; served: none"),
+        ]
+        answer = asyncio.create_task(cluster.run(call(max_tokens=2)))
+        await until(lambda: controller.reserved, controller.changed)
+        controller.cards = ()  # its last replica has gone since
+        while cluster.gateway.held != {"tiny": 1}:
+            await asyncio.sleep(0.001)
+        assert not controller.answers and not answer.done()
+        controller.cards = (make_card(),)
+        (output,) = await answer
+        assert len(output.token_ids) == 2
+        assert len({(sent.request_key, sent.attempt) for sent in controller.reserved}) == 1
+
+
 async def test_a_held_request_ends_with_its_time_or_its_clients_deadline():
     async with FakeCluster(on_demand=OnDemand(("tiny",), 0.01)) as cluster:
         cluster.controller.cards = ()

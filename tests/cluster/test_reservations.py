@@ -17,7 +17,7 @@ def controller():
 
 
 @asynccontextmanager
-async def running(controller, **options: float):
+async def running(controller, **options: object):
     reservations = Reservations(controller, "gw", **options)
     task = asyncio.create_task(reservations.run())
     try:
@@ -104,6 +104,62 @@ async def test_without_an_outage_no_replica_is_told_at_once(controller):
     async with running(controller) as reservations:
         with pytest.raises(errors.Unavailable, match="no replica"):
             await reservations.acquire(request(), None)
+
+
+class OneModelOnDemand:
+    """Its replica is there once `here` is set."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.here = asyncio.Event()
+        self.waits = 0
+        self.changed = asyncio.Event()
+
+    def comes_on_demand(self, model: str) -> bool:
+        return model == self.name
+
+    async def wait_again(self, model: str) -> None:
+        assert model == self.name
+        self.waits += 1
+        self.changed.set()
+        await self.here.wait()
+
+
+FORGOTTEN = Refused("k", 1, "ModelNotFound", "model 'tiny' is not served here; served: none")
+
+
+async def test_who_waits_for_a_model_that_the_controller_has_forgotten_waits_again(controller):
+    models = OneModelOnDemand("tiny")
+    controller.answers = [FORGOTTEN]
+    async with running(controller, models=models) as reservations:
+        waiting = asyncio.create_task(reservations.acquire(request(), None))
+        await until(lambda: models.waits, models.changed)
+        assert not waiting.done() and len(controller.reserved) == 1
+        models.here.set()
+        assert (await waiting).request_key == "k"
+    assert {sent.attempt for sent in controller.reserved} == {1}, "the same attempt: idempotent"
+
+
+async def test_a_model_that_does_not_come_on_demand_is_not_waited_for(controller):
+    controller.answers = [FORGOTTEN]
+    async with running(controller, models=OneModelOnDemand("another")) as reservations:
+        with pytest.raises(errors.ModelNotFound):
+            await reservations.acquire(request(), None)
+
+
+async def test_a_deadline_ends_the_wait_for_a_model(controller):
+    controller.answers = [FORGOTTEN]
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.5  # each look takes a while
+        return now[0]
+
+    models = OneModelOnDemand("tiny")
+    async with running(controller, models=models, clock=clock) as reservations:
+        with pytest.raises(errors.DeadlineExceeded):
+            await reservations.acquire(request(), 1.6)
+    assert models.waits == 1 and len(controller.reserved) == 1
 
 
 async def test_a_controller_that_stays_away_is_unavailable(controller):
