@@ -1,6 +1,7 @@
 """One routing decision: hash in the gateway, then match, cost and reserve in the controller.
 
-    python tests/benchmarks/bench_router.py [--trace FILE] [--unique N] [--json FILE] [--quick]
+    python tests/benchmarks/bench_router.py [--trace FILE] [--unique N] [--rounds N] [--json FILE]
+                                            [--quick]
 
 Prompts are those of a trace, or conversations of about 14,000 tokens where none is given, in
 blocks of 16, in the processor's cache, where reading their text has left them; then N prompts that
@@ -294,43 +295,56 @@ def bench_unique(count: int) -> Row:
     """Whether a decision stays as cheap: the last tenth of unique prompts beside the first."""
     total = bench_decisions(unique_prompts(count), 8).total
     tenth = count // 10
-    first, last = float(np.median(total[:tenth])), float(np.median(total[-tenth:]))
-    return Row(f"{count:,} unique", "median us", last, first, "the first tenth of them")
+    # Of each the tenth percentile: what else the machine does comes and goes in such a time.
+    first, last = np.percentile(total[:tenth], 10), np.percentile(total[-tenth:], 10)
+    return Row(f"{count:,} unique", "p10 us", float(last), float(first), "the first tenth of them")
 
 
-def bench_replicas(prompts: list[Int32Array], num_replicas: int) -> list[Row]:
-    """Rows of one size of cluster."""
-    decisions = bench_decisions(prompts, num_replicas)
-    copying = bench_decisions(prompts, num_replicas, exchange=True)
-    total, case = decisions.total, f"{num_replicas} replicas"
-    mean, event = float(total.mean()), float(np.mean(decisions.events))
-    dynamo = bench_dynamo(prompts, num_replicas)
-    tree = bench_ray_tree(prompts[:300], num_replicas)
+def bench_replicas(prompts: list[Int32Array], num_replicas: int, rounds: int) -> list[Row]:
+    """Rows of one size of cluster: of each, the round in which others disturbed it least."""
+    ours: list[Decisions] = []
+    copying: list[float] = []
+    dynamo: list[float | None] = []
+    tree: list[float | None] = []
+    for _ in range(rounds):
+        ours.append(bench_decisions(prompts, num_replicas))
+        dynamo.append(bench_dynamo(prompts, num_replicas))
+        tree.append(bench_ray_tree(prompts[:300], num_replicas))
+        copies = bench_decisions(prompts, num_replicas, exchange=True)
+        copying.append(float(copies.total.mean()))
+    best = min(ours, key=lambda decisions: float(decisions.total.mean()))
+    total, case = best.total, f"{num_replicas} replicas"
+    mean = float(total.mean())
     return [
-        Row(case, "mean us", mean, dynamo, "Dynamo RadixTree"),
-        Row(case, "mean us", mean, tree, "Ray Serve PrefixTree"),
+        Row(case, "mean us", mean, _least(dynamo), "Dynamo RadixTree"),
+        Row(case, "mean us", mean, _least(tree), "Ray Serve PrefixTree"),
         Row(case, "median us", float(np.median(total)), None, "-"),
         Row(case, "p99 us", float(np.percentile(total, 99)), None, "-"),
-        Row(case, "hashing us", float(np.mean(decisions.hashing)), None, "-"),
-        Row(case, "reserve us", float(np.mean(decisions.reserving)), None, "-"),
-        Row(f"{case}, copying", "mean us", float(copying.total.mean()), None, "-"),
-        Row("20,000 events/s", "% of a core", 2.0 * event, None, "-"),
+        Row(case, "hashing us", float(np.mean(best.hashing)), None, "-"),
+        Row(case, "reserve us", float(np.mean(best.reserving)), None, "-"),
+        Row(f"{case}, copying", "mean us", min(copying), None, "-"),
+        Row("20,000 events/s", "% of a core", 2.0 * float(np.mean(best.events)), None, "-"),
     ]
+
+
+def _least(times: list[float | None]) -> float | None:
+    return min((each for each in times if each is not None), default=None)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--unique", type=int, default=5_000, help="prompts that share nothing")
+    parser.add_argument("--rounds", type=int, default=3, help="ours and theirs in turn")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="fewer prompts")
     options = parser.parse_args()
-    prompts = make_prompts(options.trace, 300 if options.quick else 3000)
+    prompts = make_prompts(options.trace, 300 if options.quick else 1000)
     mean_tokens = float(np.mean([len(prompt) for prompt in prompts]))
     print(f"{len(prompts)} prompts of {mean_tokens:,.0f} tokens on average")
     rows: list[Row] = []
     for num_replicas in (8, 64):
-        rows += bench_replicas(prompts, num_replicas)
+        rows += bench_replicas(prompts, num_replicas, 1 if options.quick else options.rounds)
     rows.append(bench_unique(options.unique))
     bytes_per_block = measure_index_memory()
     rows.append(Row("index", "bytes/block", bytes_per_block, None, "-"))
