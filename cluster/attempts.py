@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .fair_queue import WaitingRequest
+from .grants import Grant
 from .lease_table import LeaseRecord
-from .model_pool import Grant, ModelPool
+from .model_pool import ModelPool
 
 
 @dataclass(slots=True)

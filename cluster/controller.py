@@ -38,8 +38,9 @@ from .cluster_view import cells_per_pool, make_view, prefix_nodes
 from .decision_log import DecisionLog
 from .explain import REASONS, explain
 from .fair_queue import WaitingRequest
+from .grants import Grant
 from .lease_table import LeaseRecord
-from .model_pool import Grant, ModelPool
+from .model_pool import ModelPool
 from .outboxes import Outboxes
 from .policies import make_policy
 from .prefix_forest import Run
@@ -453,7 +454,7 @@ class Controller:
             replicas=tuple(status for pool in pools for status in pool.pool.statuses(now)),
             queued_requests=sum(len(pool.queue) for pool in pools),
             queued_tokens=sum(pool.queue.num_tokens for pool in pools),
-            granted=sum(pool.stats.granted for pool in pools),
+            granted=sum(pool.granter.num_granted for pool in pools),
             refused=sum(pool.stats.refused for pool in pools),
             expired=sum(pool.stats.expired for pool in pools),
             policy=self.config.policy,

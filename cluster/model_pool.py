@@ -15,7 +15,6 @@ import numpy as np
 from ..protos.messages import (
     AdmissionClass,
     CacheIdentity,
-    Lease,
     ModelCard,
     Refused,
     ReplicaReport,
@@ -28,13 +27,14 @@ from .appointments import AppointmentBook
 from .binding_costs import Contenders
 from .fair_queue import FairQueue, WaitingRequest
 from .forecast import ArrivalRate
+from .grants import Grant, Granter
 from .late_binding import LateBinding
 from .lease_table import LeaseRecord
-from .prefix_transfer import NOWHERE, Source, TransferConfig
+from .prefix_transfer import NOWHERE, TransferConfig
 from .replica_pool import ReplicaPool
 from .replica_view import FloatArray, IntArray, ReplicaView
 from .routing_policy import RoutedRequest, RoutingPolicy, cheapest
-from .transfer_offers import TransferOffer, TransferOffers
+from .transfer_offers import TransferOffers
 
 _PRIORITY_S = 10.0  # one level of priority is worth so many seconds of waiting
 _MAX_LEVELS = 100
@@ -42,20 +42,10 @@ _MAX_LEVELS = 100
 Ended = Sequence[LeaseRecord]
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """A lease that was just given: to a newcomer, or to a request that had waited."""
-
-    request: ReserveRequest
-    lease: Lease
-    record: LeaseRecord
-
-
 @dataclass(slots=True)
 class PoolStats:
     """Totals since the start, for status pages."""
 
-    granted: int = 0
     refused: int = 0
     expired: int = 0
 
@@ -79,6 +69,7 @@ class ModelPool:
     stats: PoolStats = field(default_factory=PoolStats, init=False)
     gate: AdmissionGate = field(init=False)
     transfers: TransferOffers = field(init=False)
+    granter: Granter = field(init=False)
     _deadlines: list[tuple[float, int, WaitingRequest]] = field(
         default_factory=list[tuple[float, int, WaitingRequest]], init=False
     )
@@ -97,6 +88,14 @@ class ModelPool:
         if isinstance(self.policy, LateBinding):
             config = self.policy.config.transfer
         self.transfers = TransferOffers(config, self.pool)
+        self.granter = Granter(
+            self.pool,
+            self.queue,
+            self.transfers,
+            self.identity.weights,
+            self.lease_ttl_s,
+            self.next_lease_id,
+        )
 
     @property
     def num_serving(self) -> int:
@@ -171,7 +170,7 @@ class ModelPool:
             self.queue.learn_wait(now - waiting.since)
             self.gate.granted(waiting, now)
             source = self.transfers.source_of(waiting.request)
-            grants.append(self._grant(waiting.request, need, slot, float(hit), source, now))
+            grants.append(self.granter.grant(waiting.request, need, slot, float(hit), source, now))
         self._watch_unwatched()
         return grants
 
@@ -280,7 +279,7 @@ class ModelPool:
             need = Need(0, need.growth_tokens, need.expected_output_tokens)
         self.policy.placed(routed, slot)
         hit = float(routed.hit_tokens()[slot])
-        return self._grant(request, need, slot, hit, NOWHERE, now)
+        return self.granter.grant(request, need, slot, hit, NOWHERE, now)
 
     def _start_at_once(self, request: ReserveRequest, need: Need, now: float) -> Grant | None:
         """What `_admit` and `pump` would come to where nobody else waits, at less cost."""
@@ -306,7 +305,7 @@ class ModelPool:
         self.queue.learn_wait(0.0 if refused_at is None else now - refused_at)
         hit = float(hits[slot]) + (0.0 if host_hits is None else float(host_hits[slot]))
         need = need.without(int(shared[slot]))
-        return self._grant(request, need, slot, hit, source, now)
+        return self.granter.grant(request, need, slot, hit, source, now)
 
     def _admit(
         self, request: ReserveRequest, need: Need, now: float, since: float | None = None
@@ -366,81 +365,6 @@ class ModelPool:
             slot = cheapest(routed, self.policy.cost_ms(routed, self.pool.columns, now))
             return None if slot is None else (waiting.row, slot)
         return None
-
-    def _grant(
-        self,
-        request: ReserveRequest,
-        need: Need,
-        slot: int,
-        hit_tokens: float,
-        source: Source,
-        now: float,
-    ) -> Grant:
-        uncached = max(1, request.num_tokens - int(hit_tokens))
-        offer = self.transfers.offer(source, slot, hit_tokens, now)
-        if offer is not None:
-            uncached = max(1, uncached - offer.num_tokens)
-        lease = self._make_lease(request, need, slot, uncached, offer)
-        record = self._make_record(request, need, slot, lease, uncached, now)
-        self.pool.grant(record, request.route_hashes, now)
-        self.queue.charge(request.tenant, record.charged)
-        self.queue.learn_cost(record.charged)
-        self.stats.granted += 1
-        return Grant(request, lease, record)
-
-    def _make_lease(
-        self,
-        request: ReserveRequest,
-        need: Need,
-        slot: int,
-        uncached: int,
-        offer: TransferOffer | None,
-    ) -> Lease:
-        info = self.pool.by_slot[slot].info
-        return Lease(
-            self.next_lease_id(),
-            request.request_key,
-            request.attempt,
-            info.replica_id,
-            info.incarnation,
-            info.address,
-            info.stream_secret,
-            need.num_blocks,
-            request.num_tokens - uncached,
-            self.lease_ttl_s,
-            self.identity.weights,
-            None if offer is None else offer.transfer,
-        )
-
-    def _make_record(
-        self,
-        request: ReserveRequest,
-        need: Need,
-        slot: int,
-        lease: Lease,
-        uncached: int,
-        now: float,
-    ) -> LeaseRecord:
-        columns = self.pool.columns
-        start = max(float(columns.work_end[slot]), now)
-        prefill_s = start - now + uncached * float(columns.token_s[slot])
-        duration = prefill_s + need.expected_output_tokens * float(columns.decode_step_s[slot])
-        return LeaseRecord(
-            lease.lease_id,
-            slot,
-            need.num_blocks,
-            lease,
-            request.gateway_id,
-            request.tenant,
-            request.admission_class,
-            request.num_tokens,
-            need.num_blocks,
-            uncached,
-            now,
-            now + self.lease_ttl_s,
-            now + duration,
-            need.num_blocks * duration,
-        )
 
     def _settle(self, ended: Ended, now: float) -> None:
         """Correct what was charged by what was really used."""

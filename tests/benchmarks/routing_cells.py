@@ -18,8 +18,21 @@ from pagefleet.cluster.simulation_report import SimulationRow
 
 BLOCK_TOKENS = 512  # the unit in which cells state their pools
 
-_EVERY_POLICY = ("replay_replica.py", "simulator.py", "workload.py")
-_DEFAULT = ("late_binding.py", "fair_queue.py", "forecast.py", "model_pool.py")
+_EVERY_POLICY = (
+    "replay_replica.py",
+    "simulated_seat.py",
+    "simulator.py",
+    "measurements.py",
+    "workload.py",
+)
+_DEFAULT = (
+    "late_binding.py",
+    "binding_costs.py",
+    "fair_queue.py",
+    "forecast.py",
+    "grants.py",
+    "model_pool.py",
+)
 _BASELINES = ("routing_baselines.py",)
 
 

@@ -5,7 +5,8 @@ from cluster_factories import join, make_controller, make_info, make_request
 from pagefleet.cluster.admission import Need
 from pagefleet.cluster.attempts import Attempts
 from pagefleet.cluster.fair_queue import WaitingRequest
-from pagefleet.cluster.model_pool import Grant, ModelPool
+from pagefleet.cluster.grants import Grant
+from pagefleet.cluster.model_pool import ModelPool
 
 
 def make_pool() -> ModelPool:
