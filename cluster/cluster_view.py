@@ -17,7 +17,7 @@ from ..protos.messages import (
     PrefixNode,
     WaitingView,
 )
-from ..scheduler.block_hash import ROUTE_STRIDE_TOKENS, stride_blocks
+from ..scheduler.block_hash import route_tokens
 from .lease_table import LeaseRecord
 from .model_pool import ModelPool
 from .prefix_forest import Run
@@ -66,21 +66,13 @@ def prefix_nodes(pools: dict[str, ModelPool], runs: Sequence[Run]) -> tuple[Pref
                 tenant=run.tenant,
                 parent=None if run.parent is None else places[id(run.parent)],
                 label=run.last_hash[:4].hex(),
-                num_tokens=tokens_at(run.depth, pool.block_size),
+                num_tokens=route_tokens(run.depth, pool.block_size),
                 num_requests=run.num_requests,
                 num_device_replicas=device,
                 num_host_replicas=host,
             )
         )
     return tuple(nodes)
-
-
-def tokens_at(depth: int, block_size: int) -> int:
-    """Prompt tokens that so many route hashes cover."""
-    stride = stride_blocks(block_size)
-    if depth <= stride:
-        return depth * block_size
-    return (depth - stride + 1) * max(ROUTE_STRIDE_TOKENS, block_size)
 
 
 def _pool_views(pools: Iterable[ModelPool]) -> Iterable[PoolView]:

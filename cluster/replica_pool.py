@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from ..protos.messages import ModelCard, ReplicaInfo, ReplicaReport, ReplicaStatus, ReportReply
-from ..scheduler.block_hash import stride_blocks
+from ..scheduler.block_hash import route_tokens
 from .lease_table import LeaseRecord, LeaseTable
 from .prefix_index import PrefixIndex, Tier
 from .replica_view import FloatArray, IntArray, ReplicaColumns, ReplicaView
@@ -195,13 +195,12 @@ class ReplicaPool:
     def _tokens_at(self, depth: int) -> FloatArray:
         """Tokens covered by the first k route hashes, for k up to `depth` at least."""
         if depth >= len(self._route_tokens):
-            self._route_tokens = self.block_size * self._blocks_at(depth).astype(np.float64)
+            covered = [route_tokens(each, self.block_size) for each in range(2 * depth + 1)]
+            self._route_tokens = np.array(covered, dtype=np.float64)
         return self._route_tokens
 
     def _blocks_at(self, depth: int) -> IntArray:
         """The same in blocks."""
         if depth >= len(self._route_blocks):
-            stride = stride_blocks(self.block_size)
-            counts = np.arange(2 * depth + 1)
-            self._route_blocks = np.where(counts <= stride, counts, (counts - stride + 1) * stride)
+            self._route_blocks = self._tokens_at(depth).astype(np.int64) // self.block_size
         return self._route_blocks

@@ -8,7 +8,7 @@ are counted in 512 tokens, so that a policy decides alike whatever our block siz
 import numpy as np
 import xxhash
 
-from ..scheduler.block_hash import stride_blocks
+from ..scheduler.block_hash import route_depth, route_tokens
 from .prefix_index import bits
 from .replica_view import FloatArray, ReplicaColumns
 from .routing_policy import RoutedRequest
@@ -87,7 +87,8 @@ class ConsistentHash(Baseline):
     _bound = 1.25
 
     def cost_ms(self, request: RoutedRequest, replicas: ReplicaColumns, now: float) -> FloatArray:
-        depth = _depth_of(self._prefix_tokens, request)
+        depth = route_depth(self._prefix_tokens, request.block_size)
+        depth = min(depth, len(request.route_hashes))
         key = request.route_hashes[depth - 1] if depth else request.key.encode()
         ranks = _shuffled(key, replicas.num_slots)
         active = replicas.active
@@ -101,21 +102,6 @@ def _shuffled(key: bytes, num_slots: int) -> FloatArray:
     digest = xxhash.xxh3_64_intdigest
     ranks = [digest(key + slot.to_bytes(4, "little")) >> 12 for slot in range(num_slots)]
     return np.array(ranks, dtype=np.float64)
-
-
-def _depth_of(tokens: int, request: RoutedRequest) -> int:
-    """How many route hashes lie within so many tokens."""
-    stride = stride_blocks(request.block_size)
-    blocks = tokens // request.block_size
-    depth = blocks if blocks <= stride else stride + blocks // stride - 1
-    return min(depth, len(request.route_hashes))
-
-
-def _tokens_at(depth: int, request: RoutedRequest) -> int:
-    """How many tokens so many route hashes cover."""
-    stride = stride_blocks(request.block_size)
-    blocks = depth if depth <= stride else (depth - stride + 1) * stride
-    return blocks * request.block_size
 
 
 class _RoutedTree:
@@ -145,7 +131,7 @@ class _RoutedTree:
             else:
                 self._masks[route_hash] = mask | bit
         # What follows the last hash is never found again, but its text is in the tree.
-        new = request.num_tokens - _tokens_at(known, request)
+        new = request.num_tokens - route_tokens(known, request.block_size)
         self._sizes[slot] = self._sizes.get(slot, 0) + new
 
     def sizes(self, num_slots: int) -> FloatArray:
@@ -166,7 +152,7 @@ def _candidate_mask(request: RoutedRequest) -> int:
 
 
 def _match_share(request: RoutedRequest, depth: int) -> float:
-    return _tokens_at(depth, request) / max(1, request.num_tokens)
+    return route_tokens(depth, request.block_size) / max(1, request.num_tokens)
 
 
 class RayPrefix(Baseline):

@@ -77,17 +77,21 @@ def stride_blocks(block_size: int) -> int:
     return max(1, ROUTE_STRIDE_TOKENS // block_size)
 
 
-def route_positions(num_tokens: int, block_size: int) -> list[int]:
-    """The token counts, ascending, at which the route chain of so many tokens has an entry."""
+def route_depth(num_tokens: int, block_size: int) -> int:
+    """How many entries the route chain of so many tokens has."""
+    stride, num_blocks = stride_blocks(block_size), num_tokens // block_size
+    return num_blocks if num_blocks <= stride else stride + num_blocks // stride - 1
+
+
+def route_tokens(depth: int, block_size: int) -> int:
+    """How many tokens its first `depth` entries cover."""
     stride = stride_blocks(block_size)
-    num_blocks = num_tokens // block_size
-    head = range(1, min(num_blocks, stride) + 1)
-    tail = range(2 * stride, num_blocks + 1, stride)
-    return [count * block_size for count in (*head, *tail)]
+    num_blocks = depth if depth <= stride else (depth - stride + 1) * stride
+    return num_blocks * block_size
 
 
 def route_hashes(root: bytes, token_ids: Int32Array, block_size: int) -> tuple[bytes, ...]:
-    """The route chain: one hash per entry of `route_positions`."""
+    """The route chain: one hash per stride."""
     stride = stride_blocks(block_size) * block_size
     head = extend_chain(root, split_blocks(token_ids[:stride], block_size))
     if len(token_ids) < 2 * stride:

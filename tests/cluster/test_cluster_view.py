@@ -2,10 +2,9 @@
 
 from cluster_factories import join, make_controller, make_hashes, make_info, make_request, tell
 
-from pagefleet.cluster.cluster_view import cells_per_pool, tokens_at
+from pagefleet.cluster.cluster_view import cells_per_pool
 from pagefleet.cluster.prefix_forest import grow_forest
 from pagefleet.protos.messages import AdmissionClass, Lease, PoolMap, PoolView
-from pagefleet.scheduler.block_hash import route_positions
 
 BIG = {"num_tokens": 1500, "max_tokens": 100}
 DEVICE, HOST = PoolMap(100, b"\xf8" * 100), PoolMap(8, b"\xfd" * 8)
@@ -90,9 +89,3 @@ def test_prefixes_have_their_tokens_and_where_they_are() -> None:
     assert (root.num_device_replicas, root.num_host_replicas) == (2, 0)
     assert (child.parent, child.num_tokens, child.num_device_replicas) == (0, 80, 0)
     assert root.label == common[-1][:4].hex()
-
-
-def test_tokens_at_a_depth_are_those_of_the_route_chain() -> None:
-    for block_size in (1, 16, 256, 512):
-        for depth, tokens in enumerate(route_positions(5000, block_size), 1):
-            assert tokens_at(depth, block_size) == tokens, f"{depth} hashes of {block_size}"

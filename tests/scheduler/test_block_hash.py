@@ -10,8 +10,9 @@ from scheduler_harness import make_identity
 from pagefleet.scheduler.block_hash import (
     block_hashes,
     root_hash,
+    route_depth,
     route_hashes,
-    route_positions,
+    route_tokens,
 )
 
 TOKENS = np.arange(1, 1025, dtype=np.int32)
@@ -59,8 +60,10 @@ def test_route_chain_is_the_pool_chain_for_256_tokens():
         (48, 760, [48, 96, 144, 192, 240, 480, 720]),
     ],
 )
-def test_route_positions(block_size, num_tokens, expected):
-    assert route_positions(num_tokens, block_size) == expected
+def test_entries_of_the_route_chain_cover(block_size, num_tokens, expected):
+    depths = range(1, route_depth(num_tokens, block_size) + 1)
+    assert [route_tokens(depth, block_size) for depth in depths] == expected
+    assert route_tokens(0, block_size) == 0
     tokens = np.arange(num_tokens, dtype=np.int32)
     assert len(route_hashes(ROOT, tokens, block_size)) == len(expected)
 
