@@ -31,7 +31,7 @@ from pathlib import Path
 
 import psutil
 from benchmark_report import Row, print_rows, write_json
-from peer_vllm import BLOCK_SIZE, peer_environment, peer_python
+from peer_vllm import BLOCK_SIZE, MEMORY_SHARE, kv_bytes, peer_environment, peer_python
 from rich.console import Console
 from serving_process import PAGEFLEET, serving
 
@@ -51,7 +51,8 @@ VLLM_SCRIPT = """
 import sys
 from vllm import LLM, SamplingParams
 llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len={tokens},
-    block_size={block}, num_gpu_blocks_override={blocks})
+    block_size={block}, num_gpu_blocks_override={blocks}, kv_cache_memory_bytes={bytes},
+    gpu_memory_utilization={share})
 llm.generate(["The sea is"], SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)
 """
 # What a script prints when it has its token; this process then reads its memory.
@@ -143,7 +144,9 @@ def _vllm_server(python: str, model: Path) -> Generator[tuple[int, str]]:
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", "peer", "--dtype", "float32", "--enforce-eager"]
     command += ["--max-model-len", str(POOL_TOKENS), "--block-size", str(BLOCK_SIZE)]
-    command += ["--num-gpu-blocks-override", str(POOL_TOKENS // BLOCK_SIZE)]
+    command += ["--num-gpu-blocks-override", str(POOL_TOKENS // BLOCK_SIZE + 1)]
+    command += ["--gpu-memory-utilization", str(MEMORY_SHARE)]
+    command += ["--kv-cache-memory-bytes", str(kv_bytes(model, POOL_TOKENS))]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     with subprocess.Popen(
         command,
@@ -230,9 +233,10 @@ def rows_of(case: str, ours: Start, theirs: Start | None) -> list[Row]:
 
 def measure(model: Path, repeats: int) -> list[Row]:
     peer = peer_python()
-    sizes = {"tokens": POOL_TOKENS, "block": BLOCK_SIZE}
+    sizes = {"tokens": POOL_TOKENS, "block": BLOCK_SIZE, "share": MEMORY_SHARE}
     our_script = OUR_SCRIPT.format(blocks=POOL_TOKENS // 16, **sizes)
-    vllm_script = VLLM_SCRIPT.format(blocks=POOL_TOKENS // BLOCK_SIZE, **sizes)
+    num_bytes = kv_bytes(model, POOL_TOKENS)
+    vllm_script = VLLM_SCRIPT.format(blocks=POOL_TOKENS // BLOCK_SIZE + 1, bytes=num_bytes, **sizes)
     least_help = statistics.median(help_s() for _ in range(max(5, repeats)))
     rows = [Row("help", "s", least_help, HELP_ALLOWED_S, "allowed")]
     cases: dict[str, tuple[Callable[[], Start], Callable[[str], Start]]] = {

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 32  # the smallest that its CPU kernels take
 MAX_CONTEXT = 2048
+MEMORY_SHARE = 0.6  # of all memory; it refuses to start where less is free
 _PRELOADED = ("libtcmalloc_minimal.so.4", "libiomp5.so")  # as its guide for CPUs asks
 
 
@@ -73,7 +74,8 @@ def run_vllm(
             "model": str(folder),
             "dtype": dtype,
             "repeats": repeats,
-            "pool_tokens": group[0].pool_tokens or pool_tokens,
+            "pool_tokens": (tokens := group[0].pool_tokens or pool_tokens),
+            "pool_bytes": kv_bytes(folder, tokens, itemsize=2 if dtype == "bfloat16" else 4),
             "workloads": [asdict(workload) for workload in group],
             "prompts": {workload.name: prompts[workload.name] for workload in group},
         }
@@ -81,16 +83,28 @@ def run_vllm(
     return runs
 
 
+def kv_bytes(folder: Path, num_tokens: int, itemsize: int = 4) -> int:
+    """What a pool of so many tokens takes, and the block that it never gives out."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    width = config["hidden_size"] // config["num_attention_heads"]
+    width = (config.get("head_dim") or width) * config["num_key_value_heads"]
+    return 2 * width * config["num_hidden_layers"] * itemsize * (num_tokens + BLOCK_SIZE)
+
+
 def _run_job(python: str, job: dict[str, object]) -> dict[str, PeerRun]:
+    """Nothing where it fails; why stands among its logs."""
     with tempfile.NamedTemporaryFile(suffix=".json") as results:
-        subprocess.run(
+        ran = subprocess.run(
             [python, __file__],
             input=json.dumps(job | {"results": results.name}),
             text=True,
-            check=True,
-            stdout=subprocess.DEVNULL,
+            check=False,
+            stdout=sys.stderr,
             env=peer_environment(),
         )
+        if ran.returncode != 0:
+            print("vLLM failed; its logs above say why", file=sys.stderr)
+            return {}
         found = json.loads(Path(results.name).read_text(encoding="utf-8"))
     return {
         name: PeerRun(
@@ -114,9 +128,11 @@ def main() -> None:
         enforce_eager=True,
         max_model_len=MAX_CONTEXT,
         block_size=BLOCK_SIZE,
-        # blocks, not bytes: the same number of tokens as our pool
-        num_gpu_blocks_override=job["pool_tokens"] // BLOCK_SIZE,
+        # the same number of tokens as our pool; without the bytes it takes what is free
+        num_gpu_blocks_override=job["pool_tokens"] // BLOCK_SIZE + 1,
+        kv_cache_memory_bytes=job["pool_bytes"],
         enable_prefix_caching=workloads[0]["prefix_caching"],
+        gpu_memory_utilization=MEMORY_SHARE,
     )
 
     def run(workload: dict[str, object], max_tokens: int) -> tuple[float, list[object]]:
