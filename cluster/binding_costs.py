@@ -163,6 +163,6 @@ def _redone(
     hits: FloatArray, is_open: BoolArray, slots: Some, fetches: Fetches | None
 ) -> FloatArray:
     """Tokens to compute that are cached on another replica already."""
-    best_hits = np.maximum.reduce(hits * is_open, axis=-1, keepdims=True)
+    best_hits = np.maximum.reduce(hits, axis=-1, keepdims=True, where=is_open, initial=0.0)
     redone = best_hits - hits[..., slots]
     return redone if fetches is None else np.maximum(redone - fetches.tokens, 0.0)

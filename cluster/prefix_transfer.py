@@ -114,4 +114,4 @@ def price_fetches(
     gain = more * links.token_s[slots] - config.caution * seconds
     pays = (more > 0.0) & (gain >= config.min_gain_s)
     pays &= (groups == links.groups[source_slots]) & (groups > 0)
-    return Fetches(np.where(pays, more, 0.0), np.where(pays, seconds, 0.0))
+    return Fetches(more * pays, seconds * pays)

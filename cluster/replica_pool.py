@@ -106,9 +106,9 @@ class ReplicaPool:
         """Prompt tokens resident per slot: on the device, and further ones on the host tier."""
         tokens_at = self._tokens_at(len(route_hashes))
         depths = self.index.device_depths(route_hashes, self._alive, speculative=self._speculative)
-        device = tokens_at.take(depths)
+        device = tokens_at[depths]
         reach = self.index.reach(route_hashes, self._alive)
-        return device, None if reach is None else tokens_at.take(reach) - device
+        return device, None if reach is None else tokens_at[reach] - device
 
     def fullest_cache(self, route_hashes: Sequence[bytes], among: int) -> tuple[int, float]:
         """Of the slots in a bit set, the first that holds most of a prompt for certain, on either
@@ -120,7 +120,7 @@ class ReplicaPool:
     def shared_blocks(self, route_hashes: Sequence[bytes]) -> IntArray:
         """Leading blocks per slot that running prompts hold: to share them costs nothing."""
         depths = self.index.pinned_depths(route_hashes, self._alive)
-        return self._blocks_at(len(route_hashes)).take(depths)
+        return self._blocks_at(len(route_hashes))[depths]
 
     def statuses(self, now: float) -> list[ReplicaStatus]:
         """One per replica."""
