@@ -22,7 +22,7 @@ def explain(pool: ModelPool, request: ReserveRequest, now: float) -> Explanation
     need = pool.gate.need_of(request)
     routed = pool.routed(request, need)
     costs = _costs(pool, routed, now)
-    slot = None if refusal else _choice(pool, routed, need, now)
+    slot, lease_blocks = (None, need.num_blocks) if refusal else _choice(pool, request, need, now)
     view = pool.pool.by_slot.get(slot) if slot is not None else None
     decision = "refuse" if refusal else "wait" if view is None else "grant"
     return Explanation(
@@ -30,7 +30,7 @@ def explain(pool: ModelPool, request: ReserveRequest, now: float) -> Explanation
         decision=decision,
         reason=refusal.reason if refusal else REASONS[decision],
         replica_id=view.info.replica_id if view else None,
-        lease_blocks=need.num_blocks,
+        lease_blocks=lease_blocks,
         expected_output_tokens=round(need.expected_output_tokens),
         expected_wait_s=0.0 if view else pool.gate.expected_wait_s(request.tenant, now),
         queue_position=len(pool.queue),
@@ -38,14 +38,17 @@ def explain(pool: ModelPool, request: ReserveRequest, now: float) -> Explanation
     )
 
 
-def _choice(pool: ModelPool, routed: RoutedRequest, need: Need, now: float) -> int | None:
-    columns, policy = pool.pool.columns, pool.policy
+def _choice(
+    pool: ModelPool, request: ReserveRequest, need: Need, now: float
+) -> tuple[int | None, int]:
+    """Where it would go, and the blocks of its lease there; None = it would wait."""
+    if isinstance(pool.policy, LateBinding):
+        # What waits already is weighed together with it.
+        start = None if len(pool.queue) else pool.start_now(request, need, now)
+        return (None, need.num_blocks) if start is None else (start.slot, start.need.num_blocks)
+    routed, columns = pool.routed(request, need), pool.pool.columns
     routed.candidates &= columns.available >= need.num_blocks
-    if isinstance(policy, LateBinding):
-        if len(pool.queue):
-            return None  # what waits is weighed together with it
-        routed.candidates &= policy.can_start(columns, now)
-    return cheapest(routed, policy.cost_ms(routed, columns, now))
+    return cheapest(routed, pool.policy.cost_ms(routed, columns, now)), need.num_blocks
 
 
 def _costs(pool: ModelPool, routed: RoutedRequest, now: float) -> tuple[ReplicaExplanation, ...]:

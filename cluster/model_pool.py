@@ -9,6 +9,7 @@ import heapq
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from .forecast import ArrivalRate
 from .grants import Grant, Granter
 from .late_binding import LateBinding
 from .lease_table import LeaseRecord
-from .prefix_transfer import NOWHERE, TransferConfig
+from .prefix_transfer import NOWHERE, Source, TransferConfig
 from .replica_pool import ReplicaPool
 from .replica_view import FloatArray, IntArray, ReplicaView
 from .routing_policy import RoutedRequest, RoutingPolicy, cheapest
@@ -40,6 +41,15 @@ _PRIORITY_S = 10.0  # one level of priority is worth so many seconds of waiting
 _MAX_LEVELS = 100
 
 Ended = Sequence[LeaseRecord]
+
+
+class Start(NamedTuple):
+    """Where a request can start: what it needs there, what it finds, and who could send more."""
+
+    slot: int
+    need: Need
+    hit_tokens: float
+    source: Source
 
 
 @dataclass(slots=True)
@@ -283,6 +293,18 @@ class ModelPool:
 
     def _start_at_once(self, request: ReserveRequest, need: Need, now: float) -> Grant | None:
         """What `_admit` and `pump` would come to where nobody else waits, at less cost."""
+        start = self.start_now(request, need, now)
+        if start is None:
+            return None
+        refused_at = self.gate.keep_appointment(request, now)
+        self.queue.learn_wait(0.0 if refused_at is None else now - refused_at)
+        return self.granter.grant(
+            request, start.need, start.slot, start.hit_tokens, start.source, now
+        )
+
+    def start_now(self, request: ReserveRequest, need: Need, now: float) -> Start | None:
+        """Where a policy that binds late would start it now, if nobody else waits; None = nowhere.
+        Changes nothing."""
         assert isinstance(self.policy, LateBinding), f"{self.policy.name} does not bind late"
         hits, host_hits, shared = self._match(request)
         columns = self.pool.columns
@@ -301,11 +323,8 @@ class ModelPool:
         slot = self.policy.choose_newcomer(newcomer, candidates, columns, now)
         if slot is None:
             return None
-        refused_at = self.gate.keep_appointment(request, now)
-        self.queue.learn_wait(0.0 if refused_at is None else now - refused_at)
         hit = float(hits[slot]) + (0.0 if host_hits is None else float(host_hits[slot]))
-        need = need.without(int(shared[slot]))
-        return self.granter.grant(request, need, slot, hit, source, now)
+        return Start(slot, need.without(int(shared[slot])), hit, source)
 
     def _admit(
         self, request: ReserveRequest, need: Need, now: float, since: float | None = None

@@ -1,5 +1,6 @@
 """The controller's behaviour, one scenario a test."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -595,6 +596,36 @@ def test_explain_says_what_would_happen_and_reserves_nothing() -> None:
     assert by_id["a"].total_ms < by_id["b"].total_ms
     assert controller.cluster_state(1.1).granted == 0
     assert reserve(controller, request).replica_id == "a"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_explain_says_what_reserve_does(seed: int) -> None:
+    rng, controller = random.Random(seed), make_controller()
+    replicas = [join(controller, make_info(f"r{number}")) for number in range(3)]
+    decisions: set[str] = set()
+    for number in range(60):
+        now = 1.0 + 0.05 * number
+        hashes = make_hashes(rng.randrange(1, 12), chain=rng.randrange(3))
+        size = 16 * len(hashes) + rng.randrange(1, 16)
+        kind = rng.choice(list(AdmissionClass))
+        request = make_request(
+            route_hashes=hashes, num_tokens=size, max_tokens=200, admission_class=kind
+        )
+        explained = controller.explain(request, now)
+        assert not isinstance(explained, Refused)
+        decisions.add(explained.decision)
+        answer = controller.reserve(request, now)
+        if isinstance(answer, Lease):
+            assert explained.decision == "grant"
+            assert explained.replica_id == answer.replica_id
+            assert explained.lease_blocks == answer.num_blocks
+        else:
+            assert explained.decision == "wait" and isinstance(answer, Ticket)
+            controller.release(request.request_key, 1, now)
+        replica = rng.choice(replicas)
+        replica.store(*make_hashes(rng.randrange(12), chain=rng.randrange(3)))
+        tell(controller, replica, now, waiting_prefill_tokens=rng.choice([0, 0, 40]))
+    assert decisions == {"grant", "wait"}
 
 
 def test_explain_says_why_a_request_waits_or_is_refused() -> None:
