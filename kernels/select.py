@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from . import cpu
+from . import cpu, cpu_library
 from .backend import KernelBackend
 from .reference import ReferenceBackend
 
@@ -63,7 +63,7 @@ def _preferred(device: torch.device, dtype: torch.dtype, deterministic: bool) ->
 
 def _obstacle(name: str, device: torch.device, deterministic: bool) -> str | None:
     """Why the backend cannot run here; None = it can."""
-    if name == "cpu" and not (device.type == "cpu" and cpu.is_available()):
+    if name == "cpu" and not (device.type == "cpu" and cpu_library.is_available()):
         return f"the compiled library is not built, or not for {device}"
     if name in ("triton", "flashinfer"):
         if device.type != "cuda":

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from ..kernels.backend import KernelBackend
-from ..kernels.cpu import CpuBackend, advise_huge_pages
+from ..kernels.cpu import CpuBackend
+from ..kernels.cpu_memory import advise_huge_pages
 from ..scheduler.output import (
     CopyDone,
     CopyJob,

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..kernels import block_copy, cpu
+from ..kernels import block_copy, cpu_memory
 from ..scheduler.output import CopyDone, CopyJob, CopyKind, Int32Array
 
 ByteBlocks = NDArray[np.uint8]  # [num_blocks, block_bytes]
@@ -51,7 +51,7 @@ def make_copier(pool: Tensor, host_pool: Tensor, *, compiled: bool) -> Copier:
 
 def choose_copy_bytes(compiled: bool) -> CopyBytes:
     """What copies blocks within host memory."""
-    return cpu.copy_bytes if compiled else block_copy.copy_bytes
+    return cpu_memory.copy_bytes if compiled else block_copy.copy_bytes
 
 
 class JobThread:

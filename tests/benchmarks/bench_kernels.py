@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from benchmark_report import Row, print_rows, write_json
 from torch import Tensor
 
-from pagefleet.kernels import cpu
+from pagefleet.kernels import cpu_library, cpu_memory
 from pagefleet.kernels.backend import LinearWeight
 from pagefleet.kernels.cpu import CpuBackend
 from pagefleet.kernels.metadata import AttentionMetadata
@@ -92,7 +92,7 @@ def decode_rows(bench: Bench) -> Iterator[Row]:
             num_layers = -(-COLD_BYTES // layer_bytes)
             shape = (batch * context_len // BLOCK_SIZE, num_layers, 2, BLOCK_SIZE)
             pool = torch.empty(*shape, kv_heads, head_dim)
-            cpu.advise_huge_pages(pool)
+            cpu_memory.advise_huge_pages(pool)
             pool.fill_(0.5)
             q = torch.randn(batch, num_heads, head_dim)
             plane = 2 * BLOCK_SIZE * kv_heads * head_dim
@@ -107,7 +107,7 @@ def decode_rows(bench: Bench) -> Iterator[Row]:
                     backend.attention(q, pool[:, layer], metadata, 0.1)
 
             def read(order: Tensor, pool: Tensor = pool, plane: int = plane) -> Callable[[], float]:
-                return lambda: cpu.sum_blocks(pool, order, plane, bench.threads)
+                return lambda: cpu_memory.sum_blocks(pool, order, plane, bench.threads)
 
             ours, *sums = bench.fastest(attend, read(in_order), read(in_blocks))
             gigabytes = pool.numel() * 4 / 1e9
@@ -198,7 +198,7 @@ def batch_one_rows(bench: Bench) -> Iterator[Row]:
         inputs = {width: torch.randn(1, width).to(dtype) for _, width in shapes}
         size = sum(n * k for n, k in shapes) * {"f32": 4, "bf16": 2, "i8": 1}[name]
         big = torch.empty(1 << 27)
-        cpu.advise_huge_pages(big)
+        cpu_memory.advise_huge_pages(big)
         order = torch.arange(0, big.fill_(1).numel(), 1 << 14)
 
         def run(
@@ -210,7 +210,7 @@ def batch_one_rows(bench: Bench) -> Iterator[Row]:
                 backend.linear(inputs[weight.in_features], weight)
 
         def read(big: Tensor = big, order: Tensor = order) -> float:
-            return cpu.sum_blocks(big, order, 1 << 14, bench.threads)
+            return cpu_memory.sum_blocks(big, order, 1 << 14, bench.threads)
 
         ours, reading = bench.fastest(run, read)
         reference = big.numel() * 4 / reading / 1e9
@@ -259,9 +259,9 @@ def main() -> None:
     parser.add_argument("--instruction-set", help="instead of the best one")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if not cpu.is_available():
+    if not cpu_library.is_available():
         raise SystemExit("the compiled kernels were not built")
-    chosen = cpu.select_instruction_set(options.instruction_set)
+    chosen = cpu_library.select_instruction_set(options.instruction_set)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     bench = Bench(options.threads, options.repeats)

@@ -1,47 +1,18 @@
 """The compiled kernels against their plain-torch twins, at odd sizes, for every instruction set."""
 
-import os
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
+from kernel_twins import DTYPES, assert_near
 from torch import Tensor
 
-from pagefleet.kernels import cpu, sampling
+from pagefleet.kernels import sampling
 from pagefleet.kernels.cpu import CpuBackend
 from pagefleet.kernels.metadata import AttentionMetadata
-from pagefleet.kernels.quantized_weight import QuantizedWeight
 from pagefleet.kernels.reference import ReferenceBackend
 from pagefleet.kernels.sampling import DrawParams
 
-INSTRUCTION_SETS = ["portable", "avx2", "avx512", "avx512_bf16"]
-DTYPES = [torch.float32, torch.bfloat16]
-TOLERANCES = {torch.float32: (1e-5, 2e-5), torch.bfloat16: (2e-2, 2e-2)}
 SHAPES = [(1, 1, 8), (4, 4, 20), (6, 2, 32), (9, 3, 64), (8, 1, 80), (32, 8, 128), (13, 1, 256)]
-
-
-def test_the_library_is_there_when_the_build_was_required() -> None:
-    if os.environ.get("PAGEFLEET_REQUIRE_NATIVE") != "1":
-        pytest.skip("the native library is optional here")
-    assert cpu.is_available()
-
-
-@pytest.fixture(params=INSTRUCTION_SETS)
-def backend(request: pytest.FixtureRequest) -> Iterator[CpuBackend]:
-    if not cpu.is_available():
-        pytest.skip("the native library was not built")
-    try:
-        cpu.select_instruction_set(request.param)
-    except cpu.NativeLibraryMissing:
-        pytest.skip(f"no {request.param} here")
-    yield CpuBackend(num_threads=2)
-    cpu.select_instruction_set()
-
-
-def assert_near(actual: Tensor, expected: Tensor) -> None:
-    rtol, atol = TOLERANCES[actual.dtype]
-    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
 
 
 def make_metadata(
@@ -268,77 +239,6 @@ def test_gated_activations_equal_their_twins(
     assert_near(backend.gelu_tanh_and_mul(gate_up / 20), twin.gelu_tanh_and_mul(gate_up / 20))
 
 
-@pytest.mark.parametrize("x_dtype", DTYPES)
-@pytest.mark.parametrize("weight_dtype", DTYPES)
-@pytest.mark.parametrize("rows", [0, 1, 2, 5, 13, 16, 33, 300])
-@pytest.mark.parametrize(("out_features", "in_features"), [(1, 1), (33, 7), (96, 64), (190, 577)])
-def test_linear_equals_its_twin(
-    backend: CpuBackend,
-    rows: int,
-    out_features: int,
-    in_features: int,
-    weight_dtype: torch.dtype,
-    x_dtype: torch.dtype,
-) -> None:
-    torch.manual_seed(9)
-    weight = (torch.randn(out_features, in_features) / in_features**0.5).to(weight_dtype)
-    bias = torch.randn(out_features).to(weight_dtype)
-    x = torch.randn(rows, in_features).to(x_dtype)
-    out = backend.linear(x, backend.pack_linear(weight, bias))
-    expected = x.float() @ weight.float().T + bias.float()
-    assert_near(out, expected.to(x_dtype))
-    plain = backend.linear(x, backend.pack_linear(weight))
-    assert_near(plain, (x.float() @ weight.float().T).to(x_dtype))
-
-
-def test_linear_over_a_depth_of_several_blocks(backend: CpuBackend) -> None:
-    torch.manual_seed(10)
-    weight, x = torch.randn(40, 5001) / 70, torch.randn(90, 5001)
-    for dtype in DTYPES:
-        packed = backend.pack_linear(weight.to(dtype))
-        expected = x.double() @ weight.to(dtype).double().T
-        torch.testing.assert_close(
-            backend.linear(x, packed), expected.float(), rtol=1e-4, atol=1e-4
-        )
-
-
-@pytest.mark.parametrize("rows", [1, 17])
-def test_int8_weights_are_within_half_a_step(backend: CpuBackend, rows: int) -> None:
-    torch.manual_seed(11)
-    weight, x = torch.randn(70, 130), torch.randn(rows, 130)
-    narrow = CpuBackend(num_threads=2, weight_dtype=torch.int8)
-    packed = narrow.pack_linear(weight)
-    step = weight.abs().amax(1) / 127
-    stored = narrow.embedding(torch.arange(70), packed, torch.float32)
-    assert ((stored - weight).abs() <= step[:, None] * 0.5001).all()
-    torch.testing.assert_close(narrow.linear(x, packed), x @ stored.T, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("x_dtype", DTYPES)
-def test_a_row_is_bitwise_the_same_among_any_others(
-    backend: CpuBackend, weight_dtype: torch.dtype, x_dtype: torch.dtype
-) -> None:
-    torch.manual_seed(12)
-    weight, x = torch.randn(700, 576), torch.randn(150, 576).to(x_dtype)
-    narrow = CpuBackend(num_threads=2, weight_dtype=weight_dtype)
-    packed = narrow.pack_linear(weight)
-    expected = narrow.linear(x, packed)
-    for rows in [[3], [0, 1], list(range(17)), [149, 5, 33], list(range(70, 140))]:
-        assert torch.equal(narrow.linear(x[rows], packed), expected[rows]), rows
-
-
-@pytest.mark.parametrize("weight_dtype", DTYPES)
-def test_embedding_returns_the_rows_that_were_packed(
-    backend: CpuBackend, weight_dtype: torch.dtype
-) -> None:
-    torch.manual_seed(13)
-    weight = torch.randn(101, 77).to(weight_dtype)
-    packed = backend.pack_linear(weight)
-    ids = torch.tensor([100, 0, 31, 32, 100])
-    assert torch.equal(backend.embedding(ids, packed, weight_dtype), weight[ids])
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_copy_slots_copies_those_slots_of_every_layer_and_no_other(
     backend: CpuBackend, dtype: torch.dtype
@@ -350,77 +250,6 @@ def test_copy_slots_copies_those_slots_of_every_layer_and_no_other(
     ReferenceBackend().copy_slots(expected, sources, targets, counts)
     backend.copy_slots(pool, sources, targets, counts)
     assert torch.equal(pool, expected)
-
-
-def test_one_openmp_runtime_serves_torch_and_the_kernels(backend: CpuBackend) -> None:
-    backend.linear(torch.randn(4, 64), backend.pack_linear(torch.randn(64, 64)))
-    with open("/proc/self/maps") as maps:
-        runtimes = {line.split()[-1] for line in maps if "libgomp" in line or "libomp" in line}
-    assert len(runtimes) <= 1, runtimes
-
-
-@pytest.mark.parametrize("block_bytes", [1, 63, 64, 4096, 4096 + 64, 4096 + 8, 2**19])
-def test_whole_blocks_move_between_pools(block_bytes: int) -> None:
-    generator = np.random.default_rng(block_bytes)
-    source = generator.integers(256, size=(9, block_bytes), dtype=np.uint8)
-    target = np.zeros((7, block_bytes), dtype=np.uint8)
-    sources, targets = np.array([8, 0, 3, 3], np.int32), np.array([6, 0, 1, 5], np.int32)
-    cpu.copy_bytes(source, sources, target, targets)
-    assert (target[targets] == source[sources]).all()
-    assert not target[[2, 3, 4]].any()
-    cpu.copy_bytes(source, sources[:0], target, targets[:0])
-
-
-def test_blocks_that_begin_anywhere_in_memory_move_too() -> None:
-    memory = np.zeros(4 * 128 + 1, dtype=np.uint8)
-    source, target = np.full((4, 128), 7, dtype=np.uint8), memory[1:].reshape(4, 128)
-    cpu.copy_bytes(source, np.array([1], np.int32), target, np.array([2], np.int32))
-    assert (target[2] == 7).all()
-    assert memory.sum() == 7 * 128
-
-
-@pytest.mark.parametrize("x_dtype", DTYPES)
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize(
-    ("out_features", "in_features", "group_size"),
-    [(1, 8, 8), (33, 100, 200), (97, 256, 32), (70, 900, 136), (40, 1300, 1024)],
-)
-def test_packed_codes_equal_their_float_twin_row_by_row(
-    backend: CpuBackend,
-    out_features: int,
-    in_features: int,
-    group_size: int,
-    symmetric: bool,
-    bits: int,
-    x_dtype: torch.dtype,
-) -> None:
-    torch.manual_seed(16)
-    groups = -(-in_features // group_size)
-    zeros = torch.full((out_features, groups), 2.0 ** (bits - 1))
-    if not symmetric:
-        zeros = torch.randint(2**bits + 1, (out_features, groups)).float()
-    weight = QuantizedWeight(
-        codes=torch.randint(2**bits, (out_features, in_features), dtype=torch.uint8),
-        scales=torch.rand(out_features, groups) / 2**bits / in_features**0.5,
-        zeros=zeros,
-        group_size=group_size,
-        bits=bits,
-    )
-    bias, x = torch.randn(out_features), torch.randn(150, in_features).to(x_dtype)
-    packed = backend.pack_quantized(weight, bias)
-    out = backend.linear(x, packed)
-    expected = x.float() @ weight.dequantized().T + bias
-    assert_near(out, expected.to(x_dtype))
-    for rows in ([3], [0, 1], list(range(17)), list(range(70, 140))):
-        assert torch.equal(backend.linear(x[rows], packed), out[rows]), rows
-
-
-def test_packed_codes_take_their_bits_and_scales_and_no_more(backend: CpuBackend) -> None:
-    codes, scales = torch.zeros(256, 1024, dtype=torch.uint8), torch.ones(256, 8)
-    symmetric = backend.pack_quantized(QuantizedWeight(codes, scales, scales * 8, 128, 4))
-    assert symmetric.num_bytes == 256 * 1024 // 2 + 256 * 8 * 4
-    assert backend.pack_linear(torch.zeros(256, 1024)).num_bytes == 256 * 1024 * 4
 
 
 def make_draw(rows: int, **limits: float) -> DrawParams:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from attention_factories import Heads, PagedStep, make_cos_sin, make_step
 
-from pagefleet.kernels import cpu
+from pagefleet.kernels import cpu_library
 from pagefleet.kernels.backend import KernelBackend
 from pagefleet.kernels.cpu import CpuBackend
 from pagefleet.kernels.reference import ReferenceBackend, stored
@@ -20,7 +20,7 @@ MIXED = ([1, 33, 300, 19, 16, 700], [1, 1, 1, 17, 16, 40])
 @pytest.fixture(params=["reference", "deterministic", "cpu"])
 def backend(request: pytest.FixtureRequest) -> KernelBackend:
     if request.param == "cpu":
-        if not cpu.is_available():
+        if not cpu_library.is_available():
             pytest.skip("the compiled kernels were not built")
         return CpuBackend()
     return ReferenceBackend(request.param == "deterministic")

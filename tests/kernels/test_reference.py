@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagefleet.kernels import block_copy, cpu
+from pagefleet.kernels import block_copy, cpu, cpu_library
 from pagefleet.kernels.metadata import AttentionMetadata
 from pagefleet.kernels.reference import ReferenceBackend, rotate
 
@@ -103,7 +103,7 @@ def test_paged_attention_over_scattered_blocks_with_junk_equals_dense(
 def test_attention_with_window_and_soft_cap_equals_dense(
     window: int | None, soft_cap: float | None, name: str
 ) -> None:
-    if name == "cpu" and not cpu.is_available():
+    if name == "cpu" and not cpu_library.is_available():
         pytest.skip("the compiled kernels were not built")
     torch.manual_seed(6)
     context_lens, query_lens = [1, 33, 300, 19, 16, 600, 5], [1, 1, 1, 17, 16, 290, 2]
@@ -161,7 +161,7 @@ def test_deterministic_products_do_not_depend_on_the_number_of_rows(
 @pytest.mark.parametrize("rotary_dim", [0, 4, 6])
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_dimensions_past_the_rotary_ones_pass_through(name: str, rotary_dim: int) -> None:
-    if name == "cpu" and not cpu.is_available():
+    if name == "cpu" and not cpu_library.is_available():
         pytest.skip("the compiled kernels were not built")
     torch.manual_seed(7)
     metadata = make_metadata(4, [6, 9], [1, 3], 6)

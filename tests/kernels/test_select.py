@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from pagefleet.kernels import cpu, select
+from pagefleet.kernels import cpu_library, select
 from pagefleet.kernels.select import ENVIRONMENT_VARIABLE, BackendUnavailable, select_backend
 
 CPU = torch.device("cpu")
@@ -14,9 +14,9 @@ CUDA = torch.device("cuda")
 
 def test_the_compiled_backend_is_chosen_where_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
-    expected = "cpu" if cpu.is_available() else "reference"
+    expected = "cpu" if cpu_library.is_available() else "reference"
     assert select_backend(CPU, torch.float32).name == expected
-    monkeypatch.setattr(cpu, "is_available", lambda: False)
+    monkeypatch.setattr(cpu_library, "is_available", lambda: False)
     assert select_backend(CPU, torch.float32).name == "reference"
 
 
@@ -24,7 +24,7 @@ def test_a_name_is_obeyed_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "reference")
     assert select_backend(CPU, torch.float32).name == "reference"
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "cpu")
-    monkeypatch.setattr(cpu, "is_available", lambda: False)
+    monkeypatch.setattr(cpu_library, "is_available", lambda: False)
     with pytest.raises(BackendUnavailable, match="not built"):
         select_backend(CPU, torch.float32)
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "fastest")

@@ -14,7 +14,7 @@ from model_families import CONFIGS, VOCAB_SIZE, load_reference, make_checkpoint
 from quantized_factories import quantize_checkpoint
 from rank_processes import Died, RankProcesses
 
-from pagefleet.kernels import cpu
+from pagefleet.kernels import cpu_library
 from pagefleet.workers import shared_memory_group
 from pagefleet.workers.models.families import read_config
 from pagefleet.workers.shard_plan import ShardError
@@ -23,7 +23,7 @@ from pagefleet.workers.sharded_source import plan_shards
 pytestmark = pytest.mark.skipif(
     not shared_memory_group.is_available(), reason="the compiled collectives are missing"
 )
-KERNELS = "cpu" if cpu.is_available() else "reference"
+KERNELS = "cpu" if cpu_library.is_available() else "reference"
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from model_families import make_checkpoint
 from quantized_factories import quantize_checkpoint, write_gguf
 from safetensors.torch import load_file, save_file
 
-from pagefleet.kernels import cpu
+from pagefleet.kernels import cpu_library
 from pagefleet.kernels.select import ENVIRONMENT_VARIABLE
 from pagefleet.workers.loader import CheckpointError
 from pagefleet.workers.models.config import ModelError, UnsupportedModel
@@ -20,7 +20,7 @@ from pagefleet.workers.models.config import ModelError, UnsupportedModel
 SHAPE = LlamaShape(intermediate_size=128, num_kv_heads=2)
 PROMPT = random_prompt(40, SHAPE.vocab_size)
 needs_compiled = pytest.mark.skipif(
-    not cpu.is_available(), reason="the compiled kernels were not built"
+    not cpu_library.is_available(), reason="the compiled kernels were not built"
 )
 
 

@@ -13,7 +13,7 @@ from model_driver import GREEDY, Answer, Guesses, load_runner, make_request, ran
 from rank_processes import Died, RankProcesses
 from transformers import AutoModelForCausalLM
 
-from pagefleet.kernels import cpu
+from pagefleet.kernels import cpu_library
 from pagefleet.protos.messages import SamplingParams
 from pagefleet.scheduler.config import PreemptionMode
 from pagefleet.workers import shared_memory_group
@@ -23,7 +23,7 @@ from pagefleet.workers.models.config import UnsupportedModel
 pytestmark = pytest.mark.skipif(
     not shared_memory_group.is_available(), reason="the compiled collectives are missing"
 )
-KERNELS = "cpu" if cpu.is_available() else "reference"
+KERNELS = "cpu" if cpu_library.is_available() else "reference"
 SHAPES = {
     "even": LlamaShape(num_heads=8, num_kv_heads=4, head_dim=8, vocab_size=133),
     "tied-9-3": LlamaShape(num_heads=9, num_kv_heads=3, head_dim=16, hidden_size=72, tied=True),

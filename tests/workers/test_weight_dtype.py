@@ -8,12 +8,12 @@ from factories import LlamaShape, make_llama
 from model_driver import GREEDY, all_logits, load_runner, make_request, random_prompt, serve
 from safetensors.torch import load_file, save_file
 
-from pagefleet.kernels import cpu
+from pagefleet.kernels import cpu_library
 from pagefleet.kernels.select import ENVIRONMENT_VARIABLE
 from pagefleet.workers.models.config import ModelError
 
 pytestmark = pytest.mark.skipif(
-    not cpu.is_available(), reason="the compiled kernels were not built"
+    not cpu_library.is_available(), reason="the compiled kernels were not built"
 )
 SHAPE = LlamaShape(hidden_size=256, intermediate_size=512, num_kv_heads=2, vocab_size=300)
 # Of the root mean square of all logits; random weights of this spread make attention sharp.
