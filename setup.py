@@ -15,9 +15,15 @@ from setuptools.errors import CompileError
 
 SOURCES = Path("kernels/csrc")
 FLAGS = ["-O3", "-g0", "-std=c++17", "-fopenmp", "-fvisibility=hidden"]
-AVX2 = ["-mavx2", "-mfma"]
+AVX2 = ["-mavx2", "-mfma", "-mprfchw"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
-X86_SETS = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
+AVX512_BF16 = [*AVX512, "-mavx512bf16"]
+X86_SETS = {
+    "avx2": AVX2,
+    "avx512": AVX512,
+    "avx512_bf16": AVX512_BF16,
+    "amx": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16"],
+}
 
 
 def instruction_sets() -> dict[str, list[str]]:

@@ -3,6 +3,11 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#ifdef PF_HAVE_amx
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
@@ -25,6 +30,9 @@ PF_DECLARE(avx512)
 #ifdef PF_HAVE_avx512_bf16
 PF_DECLARE(avx512_bf16)
 #endif
+#ifdef PF_HAVE_amx
+PF_DECLARE(amx)
+#endif
 
 struct Candidate {
   const char* name;
@@ -41,8 +49,30 @@ static bool has_avx512() {
 static bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
+#ifdef PF_HAVE_amx
+// Tile registers are large, so the system hands them out only to a process that asks for them.
+static bool may_use_tiles() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+static bool has_amx() {
+  unsigned a, b, c, d = 0;
+  constexpr unsigned kBFloat16Tiles = 1u << 22, kTiles = 1u << 24;
+  bool listed = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kBFloat16Tiles) && (d & kTiles);
+  return listed && has_avx512_bf16() && may_use_tiles();
+}
+#endif
+
 // Best first.
 static const Candidate candidates[] = {
+#ifdef PF_HAVE_amx
+    {"amx", &amx::kernel_table, has_amx},
+#endif
 #ifdef PF_HAVE_avx512_bf16
     {"avx512_bf16", &avx512_bf16::kernel_table, has_avx512_bf16},
 #endif

@@ -5,7 +5,7 @@ import pytest
 from pagefleet.kernels import cpu_library
 from pagefleet.kernels.cpu import CpuBackend
 
-INSTRUCTION_SETS = ["portable", "avx2", "avx512", "avx512_bf16"]
+INSTRUCTION_SETS = ["portable", "avx2", "avx512", "avx512_bf16", "amx"]
 
 
 @pytest.fixture(params=INSTRUCTION_SETS)

@@ -42,6 +42,45 @@ def test_linear_over_a_depth_of_several_blocks(backend: CpuBackend) -> None:
         )
 
 
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 31, 32, 33, 48, 257, 530])
+@pytest.mark.parametrize("in_features", [31, 32, 33, 1057])
+def test_matrix_tiles_of_any_fill_equal_their_twin(
+    backend: CpuBackend, rows: int, in_features: int
+) -> None:
+    torch.manual_seed(18)
+    weight, x = torch.randn(65, in_features).bfloat16(), torch.randn(rows, in_features)
+    packed = backend.pack_linear(weight)
+    torch.testing.assert_close(
+        backend.linear(x, packed), x @ weight.float().T, rtol=1e-4, atol=4e-4
+    )
+    half = x.bfloat16()
+    expected = (half.float() @ weight.float().T).bfloat16()
+    torch.testing.assert_close(backend.linear(half, packed), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_narrow_weights_leave_float_inputs_at_least_17_bits(backend: CpuBackend) -> None:
+    torch.manual_seed(19)
+    weight = torch.randn(96, 64).bfloat16()
+    x = torch.randn(40, 64) * torch.logspace(-15, 15, 40)[:, None]
+    out = backend.linear(x, backend.pack_linear(weight)).double()
+    exact = x.double() @ weight.double().T
+    most = x.double().abs() @ weight.double().abs().T
+    # Half of it for the inputs, half for float32 sums of 64 products.
+    assert ((out - exact).abs() <= most * 2.0**-17).all()
+
+
+def test_a_row_that_is_not_finite_spoils_no_other(backend: CpuBackend) -> None:
+    torch.manual_seed(20)
+    weight, x = torch.randn(40, 70).bfloat16(), torch.randn(20, 70)
+    packed = backend.pack_linear(weight)
+    expected = backend.linear(x, packed)
+    x[3, 5], x[18, 69] = float("inf"), float("nan")
+    out = backend.linear(x, packed)
+    others = torch.tensor([row not in (3, 18) for row in range(20)])
+    assert torch.equal(out[others], expected[others])
+    assert not out[3].isfinite().any() and out[18].isnan().all()
+
+
 @pytest.mark.parametrize("rows", [1, 17])
 def test_int8_weights_are_within_half_a_step(backend: CpuBackend, rows: int) -> None:
     torch.manual_seed(11)
