@@ -16,7 +16,7 @@
 namespace pagefleet {
 namespace PF_ISA {
 
-constexpr long kRowsPerTask = 240;      // query rows that share one pass over K and V
+constexpr long kRowsPerTask = 480;      // query rows that share one pass over K and V
 constexpr double kSerialReads = 65536;  // elements of K and V below which threads do not pay
 
 // Cuts a batch into tasks. A sequence with few query tokens is one task, or several by split and

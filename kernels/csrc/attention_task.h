@@ -137,17 +137,30 @@ struct Attention {
     return q + ((task.query_begin + r / group) * args.num_heads + head * group + r % group) * dim;
   }
 
-  // Scaled and interleaved for the panel product: [group of rows][depth][rows of the group].
-  void gather_queries(const Task& task, long head, const RowGroups& groups, float* queries) const {
-    for (long g = 0; g < groups.count; g++) {
-      int count = groups.size(g);
-      float* target = queries + groups.begin(g) * depth;
-      for (int m = 0; m < count; m++) {
-        const T* row = query_row(task, head, groups.begin(g) + m);
-        for (long i = 0; i < depth; i++) {
-          target[Order<T>::place(i, dim) * count + m] =
-              i < dim ? to_float(row[i]) * args.scale : 0.0f;
-        }
+  // Calls touch(line) for each cache line of the rows first..end of a head's queries.
+  template <typename Touch>
+  void for_each_line(const Task& task, long head, long first, long end, const T* base, Touch touch) const {
+    for (long r = first; r < end; r++) {
+      const char* row = (const char*)(base + (query_row(task, head, r) - q));
+      for (long i = 0; i < dim * (long)sizeof(T); i += 64) touch(row + i);
+    }
+  }
+
+  // One group of rows, scaled and interleaved for the panel product: [depth][rows of the group].
+  void gather_group(const Task& task, long head, long first, int rows, float* target) const {
+    Vec tile[kWidth], factor = splat(args.scale);
+    const T* sources[kMaxRows];
+    for (int m = 0; m < rows; m++) sources[m] = query_row(task, head, first + m);
+    for (long i = 0; i < depth; i += kWidth) {
+      long length = max_of(0, min_of(kWidth, dim - i));
+      for (int m = 0; m < kWidth; m++) tile[m] = zero();
+      for (int m = 0; m < rows && length > 0; m++) {
+        Vec part = length == kWidth ? load(sources[m] + i) : load_part(sources[m] + i, length);
+        tile[m] = mul(part, factor);
+      }
+      transpose(tile);
+      for (long j = 0; j < min_of(kWidth, depth - i); j++) {
+        store_part(target + Order<T>::place(i + j, dim) * rows, tile[j], rows);
       }
     }
   }
@@ -155,7 +168,7 @@ struct Attention {
   // The same for keys that are read where they lie: [dim / 4][rows, padded][4] for float.
   void gather_streamed(const Task& task, long head, long rows, float* queries) const {
     if (!Order<T>::kChained) {
-      gather_queries(task, head, RowGroups(rows), queries);
+      gather_group(task, head, 0, (int)rows, queries);
       return;
     }
     long padded = padded_rows(rows);
@@ -166,6 +179,12 @@ struct Attention {
       }
     }
   }
+
+  struct Workspace {
+    float *queries, *keys, *values, *scores, *states;
+    int64_t *offsets, *steps;
+    Run* runs;
+  };
 
   void write_row(long token, long head, const float* value, float sum) const {
     T* row = out + (token * args.num_heads + head) * dim;
@@ -180,25 +199,40 @@ struct Attention {
     }
   }
 
-  void write_output(const Task& task, long head, const State& state) const {
-    long rows = (task.query_end - task.query_begin) * group;
-    for (long r = 0; r < rows; r++) {
+  void write_rows(const Task& task, long head, long first, long count, const State& state) const {
+    for (long r = first; r < first + count; r++) {
       write_row(task.query_begin + r / group, head * group + r % group, state.value + r * width,
                 state.sum[r]);
     }
   }
 
+  // After a split: its rows join the total of those before it, and after the last one are written.
+  void finish_rows(const Task& task, long split, long head, long first, long count,
+                   const Workspace& w, const State& state) const {
+    if (task.partial != nullptr) return;
+    long rows = (task.query_end - task.query_begin) * group;
+    State total(w.states + 2 * (head - task.head_begin) * State::size(rows, width), rows, width);
+    if (split > task.split_begin) total.from(first, width).merge(state.from(first, width), count, width);
+    if (split + 1 == task.split_end) write_rows(task, head, first, count, total);
+  }
+
   // Scores of a group of rows against a tile, made into weights. `all`: what any of them sees.
   void weigh_rows(int rows, const Seen* seen, Seen all, const State& state, float* scores,
                   float* decay) const {
+    static_assert(kMaxRows <= kWidth, "the decays of a group are one vector");
+    float tops[kWidth], fall[kWidth] = {0};
     for (int m = 0; m < rows; m++) {
       float* row = scores + m * kTile;
       if (args.soft_cap > 0) cap_scores(row, all, args.soft_cap);
       float top = largest_of(row, seen[m]);
-      if (top < state.largest[m]) top = state.largest[m];
-      decay[m] = exp_of(state.largest[m] - top);
-      state.sum[m] = state.sum[m] * decay[m] + weigh(row, seen[m], all, top);
-      state.largest[m] = top;
+      tops[m] = top < state.largest[m] ? state.largest[m] : top;
+      fall[m] = state.largest[m] - tops[m];
+    }
+    store(fall, exp_of(load(fall)));
+    for (int m = 0; m < rows; m++) {
+      decay[m] = fall[m];
+      state.sum[m] = state.sum[m] * decay[m] + weigh(scores + m * kTile, seen[m], all, tops[m]);
+      state.largest[m] = tops[m];
     }
   }
 
@@ -216,12 +250,6 @@ struct Attention {
     }
     return all;
   }
-
-  struct Workspace {
-    float *queries, *keys, *values, *scores, *states;
-    int64_t *offsets, *steps;
-    Run* runs;
-  };
 
   Workspace workspace_for(long rows, long heads) const {
     static thread_local Scratch scratch, list_scratch;
@@ -246,40 +274,70 @@ struct Attention {
 
   void score_panel(int rows, const float* queries, const float* keys, float* scores) const {
     if (Order<T>::kChained) {
-      chained_product_for(rows)(queries, keys, depth / kChains, scores, kTile);
+      for (int m = 0; m < rows; m += kChainedRows) {
+        chained_product_for(min_of(kChainedRows, rows - m))(
+            queries + m, rows, keys, depth / kChains, scores + m * kTile, kTile);
+      }
     } else {
       panel_product_for<float>(rows)(queries, keys, depth, scores, kTile, false);
     }
   }
 
+  // What of the task is not in the caches yet and is needed next: fetched while a group of rows is
+  // in work. `next`: rows of K and V in the next tile.
+  void fetch_ahead(const Task& task, long head, const RowGroups& groups, long g, const T* base,
+                   const int64_t* offsets, long next, bool is_first, bool is_last) const {
+    for (long t = g * next / groups.count; t < (g + 1) * next / groups.count; t++) {
+      const char* row = (const char*)(base + offsets[t]);
+      for (long i = 0; i < dim * (long)sizeof(T); i += 64) prefetch_l2(row + i);
+    }
+    if (is_first && g + 1 < groups.count) {
+      for_each_line(task, head, groups.begin(g + 1), groups.begin(g + 2), q,
+                    [](const char* line) { prefetch_l2(line); });
+    }
+    if (is_last) {
+      for_each_line(task, head, groups.begin(g), groups.begin(g + 1), out,
+                    [](const char* line) { __builtin_prefetch(line, 1, 2); });
+    }
+  }
+
   // One split of the context for one KV head and many rows: K and V of a tile are copied once
   // into the layout that suits the products, then used by one group of rows after the other.
-  void attend_split(const Task& task, long head, long begin, long count, const RowGroups& groups,
-                    const Workspace& w, const float* queries, const State& state) const {
+  // `more` tokens of the next split follow in the list of rows.
+  void attend_split(const Task& task, long head, long split, long count, long more,
+                    const RowGroups& groups, const Workspace& w, float* queries,
+                    const State& state) const {
+    long begin = split * kSplit;
     const T* base = kv + head * args.head_stride;
     const int64_t* offsets = w.offsets;
     NothingAhead nothing_ahead;
     for (long tile = 0; tile < count; tile += kTile) {
       long length = min_of(kTile, count - tile);
+      bool is_first = begin + tile == task.split_begin * kSplit;
       // What no row sees was perhaps never written, but is masked before it is used.
       turn_keys(base, offsets, length, w.keys);
       gather_values(base, offsets + length, length, w.values);
+      offsets += 2 * length;
+      long next = min_of(kTile, count + more - tile - length);
       for (long g = 0; g < groups.count; g++) {
         int rows = groups.size(g);
         long first = groups.begin(g);
+        fetch_ahead(task, head, groups, g, base, offsets, 2 * next, is_first, next == 0);
+        if (is_first) gather_group(task, head, first, rows, queries + first * depth);
         Seen seen[kMaxRows];
         Seen all = find_seen(task, first, rows, begin + tile, length, seen);
-        if (all.begin >= all.end) continue;
-        for (long t = all.begin / kPanel * kPanel; t < all.end; t += kPanel) {
-          score_panel(rows, queries + first * depth, w.keys + t * depth, w.scores + t);
+        if (all.begin < all.end) {
+          for (long t = all.begin / kPanel * kPanel; t < all.end; t += kPanel) {
+            score_panel(rows, queries + first * depth, w.keys + t * depth, w.scores + t);
+          }
+          State part = state.from(first, width);
+          float decay[kMaxRows];
+          weigh_rows(rows, seen, all, part, w.scores, decay);
+          add_all_values<float>(rows, w.scores + all.begin, w.values, w.steps + all.begin,
+                                all.end - all.begin, decay, part.value, width, nothing_ahead);
         }
-        State part = {state.largest + first, state.sum + first, state.value + first * width};
-        float decay[kMaxRows];
-        weigh_rows(rows, seen, all, part, w.scores, decay);
-        add_all_values<float>(rows, w.scores + all.begin, w.values, w.steps + all.begin,
-                              all.end - all.begin, decay, part.value, width, nothing_ahead);
+        if (tile + length == count) finish_rows(task, split, head, first, rows, w, state);
       }
-      offsets += 2 * length;
     }
   }
 
@@ -377,13 +435,8 @@ struct Attention {
     // No row of the task sees anything past its last query token.
     long context = position_of(task.sequence, task.query_end);
     long query_size = padded_rows(rows) * depth;
-    for (long h = 0; h < heads; h++) {
-      float* queries = w.queries + h * query_size;
-      if (streams(rows)) {
-        gather_streamed(task, task.head_begin + h, rows, queries);
-      } else {
-        gather_queries(task, task.head_begin + h, groups, queries);
-      }
+    for (long h = 0; h < heads && streams(rows); h++) {
+      gather_streamed(task, task.head_begin + h, rows, w.queries + h * query_size);
     }
     for (long split = task.split_begin; split < task.split_end; split++) {
       long begin = split * kSplit, count = min_of(kSplit, context - begin);
@@ -393,16 +446,14 @@ struct Attention {
       for (long h = 0; h < heads; h++) states[h] = start_split(task, split, h, rows, w);
       if (streams(rows)) {
         stream_split(task, begin, count, more, (int)rows, w, states);
+        for (long h = 0; h < heads; h++) {
+          finish_rows(task, split, task.head_begin + h, 0, rows, w, states[h]);
+        }
       } else {
         for (long h = 0; h < heads; h++) {
-          attend_split(task, task.head_begin + h, begin, count, groups, w,
+          attend_split(task, task.head_begin + h, split, count, more, groups, w,
                        w.queries + h * query_size, states[h]);
         }
-      }
-      for (long h = 0; h < heads && task.partial == nullptr; h++) {
-        State total(w.states + 2 * h * State::size(rows, width), rows, width);
-        if (split > task.split_begin) total.merge(states[h], rows, width);
-        if (split + 1 == task.split_end) write_output(task, task.head_begin + h, total);
       }
     }
   }
@@ -418,7 +469,7 @@ struct Attention {
         float* memory = partials + (split * args.num_kv_heads + head) * size;
         total.merge(State(memory, rows, width), rows, width);
       }
-      write_output(task, head, total);
+      write_rows(task, head, 0, rows, total);
     }
   }
 };

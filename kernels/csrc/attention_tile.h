@@ -52,6 +52,10 @@ struct State {
   State(float* largest, float* sum, float* value) : largest(largest), sum(sum), value(value) {}
   State(float* memory, long rows, long width)
       : largest(memory + rows * width), sum(memory + rows * (width + 1)), value(memory) {}
+  // Of the rows from `first` on.
+  State from(long first, long width) const {
+    return {largest + first, sum + first, value + first * width};
+  }
   void clear(long rows, long width) const {
     for (long r = 0; r < rows; r++) {
       largest[r] = kLowest;

@@ -50,18 +50,6 @@ PF_INLINE void store_sums(Vec sums[ROWS][VECS], float* c, long ldc) {
 }
 
 template <int ROWS, int VECS>
-PF_INLINE void add_sums(Vec sums[ROWS][VECS], float* c, long ldc) {
-#pragma GCC unroll 12
-  for (int m = 0; m < ROWS; m++) {
-#pragma GCC unroll 4
-    for (int v = 0; v < VECS; v++) {
-      float* target = c + m * ldc + v * kWidth;
-      store(target, add(load(target), sums[m][v]));
-    }
-  }
-}
-
-template <int ROWS, int VECS>
 PF_INLINE void multiply_add(Vec sums[ROWS][VECS], const float* a, const Vec b[VECS]) {
 #pragma GCC unroll 12
   for (int m = 0; m < ROWS; m++) {
@@ -88,39 +76,44 @@ static void panel_product(const float* a, const float* panel, long k, float* c, 
   store_sums<ROWS, 2>(sums, c, ldc);
 }
 
-// The sum of kChains such products over k elements each, which lie one after the other.
+// The sum of kChains such products over k elements each, which lie one after the other. Totals stay in
+// registers too, so half as many rows fit. A step of k is `stride` floats of a.
 constexpr int kChains = 4;
+constexpr int kChainedRows = kMaxRows / 2;
 
 template <int ROWS>
-static void chained_product(const float* a, const float* panel, long k, float* c, long ldc) {
+static void chained_product(const float* a, long stride, const float* panel, long k, float* c,
+                            long ldc) {
+  Vec totals[ROWS][2];
+  load_sums<ROWS, 2>(totals, c, ldc, false);
   for (int chain = 0; chain < kChains; chain++) {
     Vec sums[ROWS][2];
     load_sums<ROWS, 2>(sums, c, ldc, false);
     for (long i = 0; i < k; i++) {
       Vec b[2] = {load(panel), load(panel + kWidth)};
       multiply_add<ROWS, 2>(sums, a, b);
-      a += ROWS;
+      a += stride;
       panel += kPanel;
     }
-    if (chain == 0) {
-      store_sums<ROWS, 2>(sums, c, ldc);
-    } else {
-      add_sums<ROWS, 2>(sums, c, ldc);
+#pragma GCC unroll 6
+    for (int m = 0; m < ROWS; m++) {
+      totals[m][0] = add(totals[m][0], sums[m][0]);
+      totals[m][1] = add(totals[m][1], sums[m][1]);
     }
   }
+  store_sums<ROWS, 2>(totals, c, ldc);
 }
 
-using ChainedProduct = void (*)(const float*, const float*, long, float*, long);
+using ChainedProduct = void (*)(const float*, long, const float*, long, float*, long);
 
 static ChainedProduct chained_product_for(int rows) {
   static const ChainedProduct kernels[] = {
-      chained_product<1>,  chained_product<2>,  chained_product<3>,  chained_product<4>,
+      chained_product<1>, chained_product<2>,
 #if defined(__AVX2__)
-      chained_product<5>,  chained_product<6>,
+      chained_product<3>,
 #endif
 #if defined(__AVX512F__)
-      chained_product<7>,  chained_product<8>,  chained_product<9>,
-      chained_product<10>, chained_product<11>, chained_product<12>,
+      chained_product<4>, chained_product<5>, chained_product<6>,
 #endif
   };
   return kernels[rows - 1];
