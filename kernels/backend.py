@@ -4,6 +4,8 @@
 on a GPU. Each operation of each backend is tested against `reference`.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -136,4 +138,59 @@ class GraphBackend(KernelBackend, Protocol):
         metadata: the object that the graph was captured with, whose tensors hold the new layout.
         max_num_pages: the most blocks that the tables of any graph's step name together.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLayer:
+    """A layer that is norm, attention, norm, gated MLP and nothing else. q_norm, k_norm: of runs as
+    long as they are. cos_sin, window: as `rope_and_cache` and `attention` take them."""
+
+    input_norm: Tensor
+    qkv: LinearWeight
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: LinearWeight
+    mlp_norm: Tensor
+    gate_up: LinearWeight
+    down: LinearWeight
+    cos_sin: Tensor
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StackShape:
+    """What all layers of a stack agree in. is_gelu: the MLP's activation, else SiLU."""
+
+    num_heads: int
+    eps: float
+    scale: float
+    soft_cap: float | None
+    is_gelu: bool
+
+
+class Stack(Protocol):
+    """Layers that a backend has made ready to run one after the other."""
+
+    @property
+    def layers(self) -> tuple[PlainLayer, ...]: ...
+
+
+@runtime_checkable
+class StackBackend(KernelBackend, Protocol):
+    """A backend that runs layer after layer by itself, to the same bit as one by one."""
+
+    def stack_layers(self, layers: Sequence[PlainLayer], shape: StackShape) -> Stack:
+        """The first layers of a model."""
+        ...
+
+    def run_stack(
+        self,
+        stack: Stack,
+        residual: Tensor,
+        kv_layers: Sequence[Tensor],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """residual [T, hidden]: embedded tokens, updated in place, of the cache's dtype. Returns
+        what the last of the layers adds to it, [T, hidden]."""
         ...

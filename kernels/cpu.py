@@ -11,14 +11,15 @@ reused, which makes a call cheap enough for small models.
 # pyright: reportUnknownArgumentType=false
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from .backend import LinearWeight
+from .backend import LinearWeight, PlainLayer, Stack, StackShape
 from .cache_arguments import describe_cache, describe_sequences, describe_tokens
 from .cpu_library import DTYPE_CODES, AttentionArgs, FilterArgs, RopeArgs, native_library
+from .layer_stack import LayerStack
 from .metadata import AttentionMetadata
 from .packed_linear import PackedLinear, pack_codes, pack_linear
 from .quantized_weight import QuantizedWeight
@@ -232,6 +233,19 @@ class CpuBackend:
             self.num_threads,
         )
         return out
+
+    def stack_layers(self, layers: Sequence[PlainLayer], shape: StackShape) -> Stack:
+        return LayerStack.make(layers, shape, self.num_threads)
+
+    def run_stack(
+        self,
+        stack: Stack,
+        residual: Tensor,
+        kv_layers: Sequence[Tensor],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        assert isinstance(stack, LayerStack), f"of another backend: {type(stack)}"
+        return stack.run(residual, kv_layers, metadata)
 
     def filtered_weights(self, logits: Tensor, params: DrawParams) -> Tensor:
         assert logits.dtype == torch.float32 and logits.stride(1) == 1, f"{logits.stride()}"

@@ -66,6 +66,26 @@ class RopeArgs(ctypes.Structure):
     )
 
 
+class LayerArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, c_void_p) for name in ("input_norm", "q_norm", "k_norm", "mlp_norm", "cos_sin")),
+        *((name, c_int64) for name in ("rotary_dim", "window")),
+    )
+
+
+class StackArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("layers", "kv", "residual", "x", "room")),
+        ("rope", RopeArgs),
+        ("attention", AttentionArgs),
+        *((name, c_int64) for name in ("num_layers", "hidden", "ffn")),
+        *((name, c_int64) for name in ("q_norm_width", "k_norm_width")),
+        ("eps", c_float),
+        ("is_gelu", c_int32),
+    )
+
+
 class FilterArgs(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("logits", "weights", "temperature")),
@@ -84,6 +104,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "pf_linear": [_P],
     "pf_attention": [_P],
     "pf_rope_and_cache": [_P],
+    "pf_run_stack": [_P],
     "pf_rms_norm": [_P, _P, _P, _L, _L, _F, _I, _I],
     "pf_add_rms_norm": [_P, _P, _P, _P, _L, _L, _F, _I, _I],
     "pf_silu_and_mul": [_P, _P, _L, _L, _I, _I],
@@ -111,6 +132,7 @@ def load_library() -> ctypes.CDLL | None:
     library.pf_select.argtypes, library.pf_select.restype = [c_char_p], c_char_p
     library.pf_packed_bytes.argtypes = [_L, _L, _I]
     library.pf_packed_bytes.restype = c_int64
+    library.pf_stack_room.argtypes, library.pf_stack_room.restype = [_P], c_int64
     library.pf_panel.argtypes, library.pf_panel.restype = [], c_int64
     library.pf_sum_blocks.argtypes, library.pf_sum_blocks.restype = [_P, _P, _L, _L, _I], c_double
     library.pf_select(None)

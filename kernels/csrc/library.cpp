@@ -13,6 +13,7 @@
 #endif
 
 #include "kernels.h"
+#include "layer_stack.h"
 
 namespace pagefleet {
 
@@ -147,6 +148,10 @@ PF_EXPORT void pf_unpack_rows(const void* packed, const float* scale, int64_t in
 PF_EXPORT void pf_linear(const LinearArgs* args) { kernels().linear(args); }
 PF_EXPORT void pf_attention(const AttentionArgs* args) { kernels().attention(args); }
 PF_EXPORT void pf_rope_and_cache(const RopeArgs* args) { kernels().rope_and_cache(args); }
+
+// Bytes that `room` of these arguments has to have.
+PF_EXPORT int64_t pf_stack_room(const StackArgs* args) { return LayerStack::room_bytes(*args); }
+PF_EXPORT void pf_run_stack(const StackArgs* args) { LayerStack(kernels(), *args).run(); }
 
 PF_EXPORT void pf_rms_norm(const void* x, const void* weight, void* out, int64_t rows,
                            int64_t hidden, float eps, int32_t dtype, int32_t threads) {

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.backend import KernelBackend
+from ...kernels.backend import KernelBackend, PlainLayer, Stack, StackBackend, StackShape
 from ...kernels.metadata import AttentionMetadata
 from ..parallel import SingleRank, TensorParallelGroup
 from ..shard_plan import Share
@@ -25,6 +25,8 @@ from .config import Activation, DecoderConfig, QkNorm
 from .experts import mix_experts
 from .rope import cos_sin_table
 from .weights import DecoderWeights, ExpertsWeights, LayerWeights, MlpWeights
+
+_MAX_STACKED_TOKENS = 256  # of more the interpreter's part is small, and what lies between is not
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class Decoder:
         }
         self._cos_sin = [tables[layer.rope] for layer in config.layers]
         self._qk_widths = self._sum_qk_widths()
+        self._stack = self._make_stack()
 
     def forward(
         self,
@@ -81,8 +84,11 @@ class Decoder:
         backend, config = self.backend, self.config
         eps, last = config.rms_norm_eps, config.num_layers - 1
         residual = self._embed(token_ids)
-        x = backend.rms_norm(residual, self._weights.layers[0].input_norm, eps)
-        for index, layer in enumerate(self._weights.layers):
+        x = self._run_stack(residual, kv_layers, metadata)
+        begin = 0 if x is None else last
+        if x is None:
+            x = backend.rms_norm(residual, self._weights.layers[0].input_norm, eps)
+        for index, layer in enumerate(self._weights.layers[begin:], begin):
             if index > 0:
                 x = backend.add_rms_norm(x, residual, layer.input_norm, eps)
             q = self._write_cache(x, index, kv_layers[index], metadata)
@@ -112,6 +118,54 @@ class Decoder:
         if self.config.logits_scale != 1.0:
             logits = logits * self.config.logits_scale
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _make_stack(self) -> tuple[StackBackend, Stack] | None:
+        """All layers but the last, where the backend can run them by itself."""
+        config, backend = self.config, self.backend
+        layers = [self._plain_layer(index) for index in range(config.num_layers - 1)]
+        plain = [layer for layer in layers if layer is not None]
+        if not plain or len(plain) < len(layers) or not isinstance(backend, StackBackend):
+            return None
+        shape = StackShape(
+            config.num_heads,
+            config.rms_norm_eps,
+            config.attention_scale,
+            config.attention_soft_cap,
+            config.activation is not Activation.SILU,
+        )
+        return backend, backend.stack_layers(plain, shape)
+
+    def _plain_layer(self, index: int) -> PlainLayer | None:
+        """None where something is done in it that a stack does not know."""
+        config, layer = self.config, self._weights.layers[index]
+        has_post_norm = layer.attention_post_norm is not None or layer.mlp_post_norm is not None
+        if has_post_norm or config.residual_scale != 1.0 or config.qkv_clip is not None:
+            return None
+        if self._group.world_size > 1 or isinstance(layer.mlp, ExpertsWeights):
+            return None
+        return PlainLayer(
+            layer.input_norm,
+            layer.qkv,
+            layer.q_norm,
+            layer.k_norm,
+            layer.output,
+            layer.mlp_norm,
+            layer.mlp.gate_up,
+            layer.mlp.down,
+            self._cos_sin[index],
+            config.layers[index].window,
+        )
+
+    def _run_stack(
+        self, residual: Tensor, kv_layers: Sequence[Tensor], metadata: AttentionMetadata
+    ) -> Tensor | None:
+        """What is to be added to the residual before the last layer; None: no layer was run."""
+        if self._stack is None or len(residual) > _MAX_STACKED_TOKENS:
+            return None
+        if kv_layers[0].dtype != residual.dtype:
+            return None
+        backend, stack = self._stack
+        return backend.run_stack(stack, residual, kv_layers, metadata)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         x = self._lookup_shared(token_ids)
