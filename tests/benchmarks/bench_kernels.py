@@ -3,8 +3,8 @@
 Ours and the reference take turns; each reports its fastest repeat. With one thread the clock is
 the thread's CPU time, so a busy machine does not count; with more it is the wall clock.
 
-Cases: dec BATCHxCONTEXT HEADS/KV_HEADSxHEAD_DIM, pre QUERIES/CONTEXT likewise; WEIGHTS ROWSxOUTxIN;
-weights: all products of one token.
+Cases: dec BATCHxCONTEXT HEADS/KV_HEADSxHEAD_DIM, pre QUERIES/CONTEXT likewise; INPUTS x WEIGHTS
+ROWSxOUTxIN; weights: all products of one token; draw ROWS: filters and the draw.
 
 Yardsticks:
     bandwidth   the better of a sum of the whole pool in order and one in the order of its blocks
@@ -27,11 +27,12 @@ import torch.nn.functional as F
 from benchmark_report import Row, print_rows, write_json
 from torch import Tensor
 
-from pagefleet.kernels import cpu_library, cpu_memory
+from pagefleet.kernels import cpu_library, cpu_memory, sampling
 from pagefleet.kernels.backend import LinearWeight
 from pagefleet.kernels.cpu import CpuBackend
 from pagefleet.kernels.metadata import AttentionMetadata
 from pagefleet.kernels.reference import ReferenceBackend
+from pagefleet.kernels.sampling import DrawParams
 
 BLOCK_SIZE = 16
 COLD_BYTES = 3 << 28  # what is read per repeat, well past the caches
@@ -42,6 +43,7 @@ LINEARS = [(4096, 1024), (1024, 3072)]
 ROWS = [1, 4, 16, 64, 512]
 QWEN_06B = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]  # one layer's products
 QWEN_06B_VOCABULARY = (151936, 1024)
+FILTERED = (32, 49152)  # rows, vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,46 +145,61 @@ def prefill_rows(bench: Bench) -> Iterator[Row]:
             yield Row(case, "us", ours * 1e6, gemm * flops / GEMM_FLOPS * 1e6, "gemm, 512 rows")
 
 
-def copies_of(backend: CpuBackend, weight: Tensor, count: int) -> list[LinearWeight]:
-    return [backend.pack_linear(weight) for _ in range(count)]
+@dataclass(frozen=True, slots=True)
+class Products:
+    """One kind of weights: how inputs and weights come, and how weights are stored."""
+
+    name: str
+    inputs: torch.dtype
+    weights: torch.dtype
+
+    def calls(self, bench: Bench, x: Tensor, weight: Tensor, count: int) -> Callable[[], object]:
+        """`count` products, each with a copy of its own."""
+        backend = bench.backend(self.weights)
+        given = weight.to(torch.float32 if self.weights == torch.int8 else self.weights)
+        packed: list[LinearWeight] = [backend.pack_linear(given) for _ in range(count)]
+        inputs = x.to(self.inputs)
+        return lambda: [backend.linear(inputs, copy) for copy in packed]
+
+
+PRODUCTS = (
+    Products("f32", torch.float32, torch.float32),
+    Products("f32 x bf16", torch.float32, torch.bfloat16),
+    Products("f32 x i8", torch.float32, torch.int8),
+    Products("bf16", torch.bfloat16, torch.bfloat16),
+)
+
+
+def torch_products(x: Tensor, weight: Tensor, count: int) -> Callable[[], object]:
+    plain = [weight.clone() for _ in range(count)]
+    return lambda: [F.linear(x, copy) for copy in plain]
 
 
 def linear_rows(bench: Bench) -> Iterator[Row]:
     """Few rows read cold weights: several copies take turns."""
-    kinds = [("f32", None, torch.float32), ("bf16", None, torch.bfloat16), ("i8", torch.int8, None)]
     for out_features, in_features in LINEARS:
         size = out_features * in_features
         weight = torch.randn(out_features, in_features)
         for rows in ROWS:
             count = max(1, (1 << 26) // size) if rows <= 16 else 1
             x = torch.randn(rows, in_features)
-            plain = [weight.clone() for _ in range(count)]
-
-            def torch_linear(x: Tensor = x, plain: list[Tensor] = plain) -> None:
-                for copy in plain:
-                    F.linear(x, copy)
-
-            for name, stored, dtype in kinds:
-                backend = bench.backend(stored)
-                packed = copies_of(backend, weight.to(dtype or torch.float32), count)
-                inputs = x.to(dtype or torch.float32)
-
-                def run(
-                    backend: CpuBackend = backend,
-                    inputs: Tensor = inputs,
-                    packed: list[LinearWeight] = packed,
-                ) -> None:
-                    for copy in packed:
-                        backend.linear(inputs, copy)
-
-                ours, same, gemm = bench.fastest(run, torch_linear, gemm_yardstick())
-                case = f"{name} {rows}x{out_features}x{in_features}"
-                microseconds = 1e6 / count
-                yield Row(case, "us", ours * microseconds, same * microseconds, "torch float32")
-                if rows < 16:
-                    continue
-                at_rate = gemm * 2 * rows * size / GEMM_FLOPS * 1e6
-                yield Row(case, "us", ours * microseconds, at_rate, "gemm, 512 rows")
+            *times, plain, half, gemm = bench.fastest(
+                *(kind.calls(bench, x, weight, count) for kind in PRODUCTS),
+                torch_products(x, weight, count),
+                torch_products(x.bfloat16(), weight.bfloat16(), count),
+                gemm_yardstick(),
+            )
+            scale = 1e6 / count
+            at_rate = gemm * 2 * rows * size / GEMM_FLOPS * count
+            for kind, ours in zip(PRODUCTS, times, strict=True):
+                case = f"{kind.name} {rows}x{out_features}x{in_features}"
+                yield Row(case, "us", ours * scale, plain * scale, "torch float32")
+                if kind.weights == torch.bfloat16:
+                    yield Row(case, "us", ours * scale, half * scale, "torch bfloat16")
+                if kind.weights != torch.float32:
+                    yield Row(case, "us", ours * scale, times[0] * scale, "our float32")
+                if rows >= 16:
+                    yield Row(case, "us", ours * scale, at_rate * scale, "gemm, 512 rows")
 
 
 def batch_one_rows(bench: Bench) -> Iterator[Row]:
@@ -242,12 +259,38 @@ def small_rows(bench: Bench) -> Iterator[Row]:
             yield Row(f"{name} {rows}", "us", first * 2e4, second * 2e4, "plain torch")
 
 
+def filter_rows(bench: Bench) -> Iterator[Row]:
+    """From logits to drawn tokens, filters and the draw."""
+    backend = bench.backend()
+    num_rows, vocab = FILTERED
+    logits = torch.randn(num_rows, vocab) * 3
+    for name, top_k, top_p in [
+        ("all", 0, 1.0),
+        ("top-k 50", 50, 1.0),
+        ("top-p 0.9", 0, 0.9),
+        ("both", 50, 0.9),
+    ]:
+        params = DrawParams(
+            temperature=torch.ones(num_rows),
+            top_k=torch.full((num_rows,), top_k),
+            top_p=torch.full((num_rows,), top_p),
+            min_p=torch.zeros(num_rows),
+            uniforms=torch.rand(num_rows),
+        )
+        ours, plain = bench.fastest(
+            lambda params=params: sampling.sample(logits, params, backend.filtered_weights),
+            lambda params=params: sampling.sample(logits, params),
+        )
+        yield Row(f"draw {num_rows}, {name}", "us", ours * 1e6, plain * 1e6, "plain torch")
+
+
 PARTS = {
     "decode": decode_rows,
     "prefill": prefill_rows,
     "linear": linear_rows,
     "weights": batch_one_rows,
     "small": small_rows,
+    "filters": filter_rows,
 }
 
 
