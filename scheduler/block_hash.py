@@ -92,8 +92,24 @@ def route_tokens(depth: int, block_size: int) -> int:
 
 def route_hashes(root: bytes, token_ids: Int32Array, block_size: int) -> tuple[bytes, ...]:
     """The route chain: one hash per stride."""
-    stride = stride_blocks(block_size) * block_size
-    head = extend_chain(root, split_blocks(token_ids[:stride], block_size))
-    if len(token_ids) < 2 * stride:
+    width = 4 * block_size
+    stride = width * stride_blocks(block_size)
+    if len(token_ids) < block_size:
+        return ()
+    data = np.ascontiguousarray(token_ids, dtype="<i4").data.cast("B")
+    head = _chain_over(root, data[:stride], width)
+    if len(data) < 2 * stride:
         return tuple(head)
-    return (*head, *extend_chain(head[-1], split_blocks(token_ids[stride:], stride)))
+    return (*head, *_chain_over(head[-1], data[stride:], stride))
+
+
+def _chain_over(previous: bytes, data: memoryview, width: int) -> list[bytes]:
+    """One hash per full piece of so many bytes. Each is copied just before it is hashed, so that a
+    prompt longer than the processor's cache goes through it once."""
+    digest = xxhash.xxh3_128_digest
+    hashes: list[bytes] = []
+    append = hashes.append
+    for begin in range(0, len(data) - width + 1, width):
+        previous = digest(previous + data[begin : begin + width])
+        append(previous)
+    return hashes
