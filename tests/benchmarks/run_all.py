@@ -50,10 +50,12 @@ def _engine(
 
 _LARGE = ("--pool-tokens", "20480")  # of a model whose KV cache takes 229 KB a token
 _NARROW = ("--weight-dtype", "bfloat16", "--workload", "single", "batch32")
+_LOOSE = ("--workload", "single", "batch32", "batch8long", "prefix32", "nsample", "loose")
 # Apart by workload, so that each is done within minutes.
 SECTIONS = (
     Section("startup", "bench_startup.py", (), ("--repeats", "1")),
-    _engine("4x256", quick=("--workload", "single", "batch32", "--repeats", "1")),
+    _engine("4x256", *_LOOSE, quick=("--workload", "single", "batch32", "--repeats", "1")),
+    _engine("4x256", "--workload", "prefix32", "prefix32-off", "loose", "tight", part="pool"),
     _engine("smollm2", "--workload", "single", "batch32", "nsample"),
     _engine("smollm2", "--workload", "batch8long", "--repeats", "3", part="long"),
     _engine("smollm2", "--workload", "prefix32", "prefix32-off", "--repeats", "1", part="prefix"),
