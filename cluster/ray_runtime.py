@@ -17,8 +17,11 @@ from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
-# Ray reads these while it is imported.
+# Ray reads these while it is imported, or while a cluster starts.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# By itself it gives every worker a nice value of 15: replicas and gateways would then get next to
+# nothing of a machine on which anything else runs, an ordinary client of theirs for one.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -1,5 +1,6 @@
 """Starting Ray where it fails; the rest needs Ray itself and is tested with whole clusters."""
 
+import os
 import signal
 
 import pytest
@@ -60,3 +61,9 @@ def test_after_a_signal_there_is_no_second_attempt(monkeypatch: pytest.MonkeyPat
     with pytest.raises(KeyboardInterrupt), ray_session(None):
         pass
     assert len(attempts) == 1
+
+
+@pytest.mark.ray
+def test_a_worker_has_the_priority_of_who_started_the_cluster(ray_cluster: None) -> None:
+    niceness = ray.remote(num_cpus=0)(lambda: os.nice(0))
+    assert ray.get(niceness.remote()) == os.nice(0)
