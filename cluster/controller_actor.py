@@ -394,6 +394,7 @@ def start_controller(
         num_cpus=0,
         max_restarts=-1,
         max_task_retries=0,
+        enable_task_events=False,  # Ray would keep a record of every call: 3 KB, of 100,000 calls
         concurrency_groups=CONCURRENCY_GROUPS,
     )(ControllerActor)  # pyright: ignore[reportCallIssue]
     options = actor.options(

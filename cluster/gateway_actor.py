@@ -153,6 +153,7 @@ def start_gateway(controller: ActorHandle[object], spec: GatewaySpec) -> ActorHa
         num_cpus=0,
         max_restarts=0,
         max_task_retries=0,
+        enable_task_events=False,
     )(GatewayActor)
     outlives = spec.orphan_s is not None
     options = actor.options(

@@ -95,6 +95,7 @@ def create_supervisor(
         num_cpus=0,
         max_restarts=0,
         max_task_retries=0,
+        enable_task_events=False,
         scheduling_strategy=on_this_node(soft=False),  # what it started ends with it
     )
     return cast("ActorHandle[object]", actor.remote(list(specs), controller, gateway))

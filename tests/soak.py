@@ -39,7 +39,7 @@ from pagefleet.cluster.serve import RunningCluster, started_cluster
 from pagefleet.cluster.tables import make_table
 from pagefleet.cluster.tls import TlsFiles
 
-LASTING = {"GatewayActor", "ControllerActor", "SupervisorActor"}
+LASTING = {"GatewayActor", "ControllerActor", "SupervisorActor", "gcs_server"}
 REPLICAS = {"Worker"}
 MAX_CHANGE = 0.05
 NUM_REPLICAS = 2
