@@ -149,14 +149,12 @@ def _channels(security: GatewaySecurity | None) -> ChannelFactory:
 
 def start_gateway(controller: ActorHandle[object], spec: GatewaySpec) -> ActorHandle[object]:
     """Create the actor. Ray does not restart it: who keeps it does, on the same ports."""
-    actor = ray.remote(
+    outlives = spec.orphan_s is not None
+    options = ray.remote(GatewayActor).options(
         num_cpus=0,
         max_restarts=0,
         max_task_retries=0,
         enable_task_events=False,
-    )(GatewayActor)
-    outlives = spec.orphan_s is not None
-    options = actor.options(
         name=f"gateway-{secrets.token_hex(8)}" if outlives else None,
         lifetime="detached" if outlives else None,
         scheduling_strategy=on_this_node(soft=False),  # clients are told this node's address
