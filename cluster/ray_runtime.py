@@ -22,6 +22,8 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # By itself it gives every worker a nice value of 15: replicas and gateways would then get next to
 # nothing of a machine on which anything else runs, an ordinary client of theirs for one.
 os.environ.setdefault("RAY_worker_niceness", "0")
+# It would start a process for each core ahead, and no actor takes one: they lack its environment.
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
