@@ -38,6 +38,7 @@ SHAPE = LlamaShape(
 )
 KIB = 2**10
 BLOCK_KIB = (512, 1024, 2048)
+DIRECTIONS = (CopyKind.STORE, CopyKind.LOAD)
 _PAUSE_S = 2e-4  # a thread that asks without a pause would take its core from the copy
 
 
@@ -73,10 +74,10 @@ def measure(block_kib: int, num_bytes: int, repeats: int) -> tuple[dict[CopyKind
     source = np.ones(num_bytes, dtype=np.uint8)
     target = np.zeros(num_bytes, dtype=np.uint8)
     generator = np.random.default_rng(0)
-    times: dict[CopyKind, list[float]] = {kind: [] for kind in CopyKind}
+    times: dict[CopyKind, list[float]] = {kind: [] for kind in DIRECTIONS}
     reference: list[float] = []
     for _ in range(repeats + 1):  # the first is a warm-up
-        for kind in CopyKind:
+        for kind in DIRECTIONS:
             times[kind].append(swap_s(storage, kind, generator))
         begin = time.perf_counter()
         np.copyto(target, source)
