@@ -12,7 +12,8 @@ export OMP_WAIT_POLICY := passive
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-$(STAMP): pyproject.toml
+# Editable, but for the kernels, which are compiled: again whenever their sources have changed.
+$(STAMP): pyproject.toml setup.py $(wildcard kernels/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -e ".[dev]"
 	touch $(STAMP)
