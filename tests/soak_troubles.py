@@ -9,8 +9,10 @@ import psutil
 
 from pagefleet.cluster.client import Client
 from pagefleet.cluster.serve import RunningCluster
+from pagefleet.protos.errors import Unavailable
 
 DRAIN_S = 5.0
+NO_GATEWAY_S = 60.0
 
 
 class Troubles:
@@ -27,9 +29,15 @@ class Troubles:
         self._rng = random.Random(seed)
 
     async def make(self, name: str) -> None:
-        """One of the methods below, if it can be done now."""
-        if await asyncio.to_thread(getattr(self, f"_{name}")):
-            self.done[name] += 1
+        """One of the methods below; an order waits until there is a gateway to give it to."""
+        async with asyncio.timeout(NO_GATEWAY_S):
+            while True:
+                try:
+                    self.done[name] += await asyncio.to_thread(getattr(self, f"_{name}"))
+                except Unavailable:
+                    await asyncio.sleep(1.0)
+                else:
+                    return
 
     def _worker(self) -> bool:
         """SIGKILL to any rank of any replica."""
