@@ -137,15 +137,6 @@ struct Attention {
     return q + ((task.query_begin + r / group) * args.num_heads + head * group + r % group) * dim;
   }
 
-  // Calls touch(line) for each cache line of the rows first..end of a head's queries.
-  template <typename Touch>
-  void for_each_line(const Task& task, long head, long first, long end, const T* base, Touch touch) const {
-    for (long r = first; r < end; r++) {
-      const char* row = (const char*)(base + (query_row(task, head, r) - q));
-      for (long i = 0; i < dim * (long)sizeof(T); i += 64) touch(row + i);
-    }
-  }
-
   // One group of rows, scaled and interleaved for the panel product: [depth][rows of the group].
   void gather_group(const Task& task, long head, long first, int rows, float* target) const {
     Vec tile[kWidth], factor = splat(args.scale);
@@ -264,7 +255,7 @@ struct Attention {
     w.values = p, p += sizes[2];
     w.scores = p, p += sizes[3];
     w.states = p;
-    size_t list = 2 * (kSplit + kTile);
+    size_t list = 2 * (kSplit + kTile);  // room for 2 * (kTile + kMaxRows) runs, too
     w.offsets = (int64_t*)list_scratch.bytes((list + kTile) * sizeof(int64_t) + list * sizeof(Run));
     w.steps = w.offsets + list;
     w.runs = (Run*)(w.steps + kTile);
@@ -283,22 +274,26 @@ struct Attention {
     }
   }
 
-  // What of the task is not in the caches yet and is needed next: fetched while a group of rows is
-  // in work. `next`: rows of K and V in the next tile.
-  void fetch_ahead(const Task& task, long head, const RowGroups& groups, long g, const T* base,
-                   const int64_t* offsets, long next, bool is_first, bool is_last) const {
-    for (long t = g * next / groups.count; t < (g + 1) * next / groups.count; t++) {
-      const char* row = (const char*)(base + offsets[t]);
-      for (long i = 0; i < dim * (long)sizeof(T); i += 64) prefetch_l2(row + i);
-    }
+  // What is needed next and not in the caches yet, to be fetched while a group of rows is in work: the
+  // queries of the next group, where this group's output goes, a part of the next tile's rows of K
+  // and V, of which there are `next`.
+  Trickle find_next(const Task& task, long head, const RowGroups& groups, long g, const T* base,
+                    const int64_t* offsets, long next, bool is_first, bool is_last, Run* runs) const {
+    long bytes = dim * (long)sizeof(T), n = 0;
     if (is_first && g + 1 < groups.count) {
-      for_each_line(task, head, groups.begin(g + 1), groups.begin(g + 2), q,
-                    [](const char* line) { prefetch_l2(line); });
+      for (long r = groups.begin(g + 1); r < groups.begin(g + 2); r++) {
+        runs[n++] = {(const char*)query_row(task, head, r), bytes};
+      }
     }
     if (is_last) {
-      for_each_line(task, head, groups.begin(g), groups.begin(g + 1), out,
-                    [](const char* line) { __builtin_prefetch(line, 1, 2); });
+      for (long r = groups.begin(g); r < groups.begin(g + 1); r++) {
+        runs[n++] = {(const char*)(out + (query_row(task, head, r) - q)), bytes};
+      }
     }
+    for (long t = g * next / groups.count; t < (g + 1) * next / groups.count; t++) {
+      runs[n++] = {(const char*)(base + offsets[t]), bytes};
+    }
+    return {runs, runs + n, 0};
   }
 
   // One split of the context for one KV head and many rows: K and V of a tile are copied once
@@ -310,7 +305,6 @@ struct Attention {
     long begin = split * kSplit;
     const T* base = kv + head * args.head_stride;
     const int64_t* offsets = w.offsets;
-    NothingAhead nothing_ahead;
     for (long tile = 0; tile < count; tile += kTile) {
       long length = min_of(kTile, count - tile);
       bool is_first = begin + tile == task.split_begin * kSplit;
@@ -322,7 +316,8 @@ struct Attention {
       for (long g = 0; g < groups.count; g++) {
         int rows = groups.size(g);
         long first = groups.begin(g);
-        fetch_ahead(task, head, groups, g, base, offsets, 2 * next, is_first, next == 0);
+        Trickle ahead = find_next(task, head, groups, g, base, offsets, 2 * next, is_first, next == 0,
+                                  w.runs);
         if (is_first) gather_group(task, head, first, rows, queries + first * depth);
         Seen seen[kMaxRows];
         Seen all = find_seen(task, first, rows, begin + tile, length, seen);
@@ -334,7 +329,7 @@ struct Attention {
           float decay[kMaxRows];
           weigh_rows(rows, seen, all, part, w.scores, decay);
           add_all_values<float>(rows, w.scores + all.begin, w.values, w.steps + all.begin,
-                                all.end - all.begin, decay, part.value, width, nothing_ahead);
+                                all.end - all.begin, decay, part.value, width, ahead);
         }
         if (tile + length == count) finish_rows(task, split, head, first, rows, w, state);
       }

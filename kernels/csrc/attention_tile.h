@@ -39,8 +39,19 @@ struct Ahead {
   }
 };
 
-struct NothingAhead {
-  PF_INLINE_MEMBER void fetch(long) {}
+// Fetches runs a line at a time, and then nothing more.
+struct Trickle {
+  const Run *run, *end;
+  long at;  // in the run
+
+  PF_INLINE_MEMBER void fetch(long) {
+    if (run == end) return;
+    prefetch_l2(run->begin + at);
+    at += 64;
+    if (at < run->bytes) return;
+    at = 0;
+    run++;
+  }
 };
 
 // Running softmax of some rows: the largest score, the sum of weights, the weighted sum of V.
