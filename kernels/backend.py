@@ -181,16 +181,17 @@ class StackBackend(KernelBackend, Protocol):
     """A backend that runs layer after layer by itself, to the same bit as one by one."""
 
     def stack_layers(self, layers: Sequence[PlainLayer], shape: StackShape) -> Stack:
-        """The first layers of a model."""
+        """A model's layers from the first on."""
         ...
 
     def run_stack(
         self,
         stack: Stack,
+        num_layers: int,
         residual: Tensor,
         kv_layers: Sequence[Tensor],
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """residual [T, hidden]: embedded tokens, updated in place, of the cache's dtype. Returns
-        what the last of the layers adds to it, [T, hidden]."""
+        """Through the first `num_layers`. residual [T, hidden]: embedded tokens, updated in place,
+        of the cache's dtype. Returns what the last of the layers adds to it, [T, hidden]."""
         ...

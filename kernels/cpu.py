@@ -240,12 +240,13 @@ class CpuBackend:
     def run_stack(
         self,
         stack: Stack,
+        num_layers: int,
         residual: Tensor,
         kv_layers: Sequence[Tensor],
         metadata: AttentionMetadata,
     ) -> Tensor:
         assert isinstance(stack, LayerStack), f"of another backend: {type(stack)}"
-        return stack.run(residual, kv_layers, metadata)
+        return stack.run(num_layers, residual, kv_layers, metadata)
 
     def filtered_weights(self, logits: Tensor, params: DrawParams) -> Tensor:
         assert logits.dtype == torch.float32 and logits.stride(1) == 1, f"{logits.stride()}"

@@ -39,7 +39,6 @@ class LayerStack:
         described = (LayerArgs * len(layers))(*map(_describe_layer, layers))
         arguments = StackArgs(
             layers=ctypes.addressof(described),
-            num_layers=len(layers),
             hidden=first.qkv.in_features,
             ffn=first.down.in_features,
             q_norm_width=0 if first.q_norm is None else len(first.q_norm),
@@ -54,9 +53,14 @@ class LayerStack:
         return cls(tuple(layers), described, arguments, torch.empty(0, dtype=torch.uint8))
 
     def run(
-        self, residual: Tensor, kv_layers: Sequence[Tensor], metadata: AttentionMetadata
+        self,
+        num_layers: int,
+        residual: Tensor,
+        kv_layers: Sequence[Tensor],
+        metadata: AttentionMetadata,
     ) -> Tensor:
         """See `StackBackend.run_stack`."""
+        assert num_layers <= len(self.layers), f"{num_layers} of {len(self.layers)} layers"
         assert residual.is_contiguous(), "the residual is updated in place"
         assert residual.dtype == kv_layers[0].dtype, f"{residual.dtype} over {kv_layers[0].dtype}"
         library, arguments = native_library(), self.arguments
@@ -64,12 +68,12 @@ class LayerStack:
             describe_cache(part, kv_layers[0])
         describe_tokens(arguments.rope, metadata)
         describe_sequences(arguments.attention, metadata)
-        arguments.rope.num_tokens = residual.shape[0]
+        arguments.rope.num_tokens, arguments.num_layers = residual.shape[0], num_layers
         needed = library.pf_stack_room(ctypes.byref(arguments))
         if needed > len(self.room):
             self.room = torch.empty(needed, dtype=torch.uint8)
         x = torch.empty_like(residual)
-        pointers = [layer.data_ptr() for layer in kv_layers[: len(self.layers)]]
+        pointers = [layer.data_ptr() for layer in kv_layers[:num_layers]]
         cache = (ctypes.c_void_p * len(pointers))(*pointers)
         arguments.kv = ctypes.addressof(cache)
         arguments.residual, arguments.x = residual.data_ptr(), x.data_ptr()

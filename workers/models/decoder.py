@@ -84,11 +84,15 @@ class Decoder:
         backend, config = self.backend, self.config
         eps, last = config.rms_norm_eps, config.num_layers - 1
         residual = self._embed(token_ids)
-        x = self._run_stack(residual, kv_layers, metadata)
-        begin = 0 if x is None else last
-        if x is None:
+        all_wanted = output_rows is None or len(output_rows) == len(token_ids)
+        num_stacked = self._num_stacked(len(token_ids), kv_layers) - (not all_wanted)
+        if num_stacked > 0:
+            x = self._run_stack(num_stacked, residual, kv_layers, metadata)
+        else:
+            num_stacked = 0
             x = backend.rms_norm(residual, self._weights.layers[0].input_norm, eps)
-        for index, layer in enumerate(self._weights.layers[begin:], begin):
+        for index in range(num_stacked, config.num_layers):
+            layer = self._weights.layers[index]
             if index > 0:
                 x = backend.add_rms_norm(x, residual, layer.input_norm, eps)
             q = self._write_cache(x, index, kv_layers[index], metadata)
@@ -104,6 +108,8 @@ class Decoder:
             x = self._feed_forward(x, layer)
             self._group.all_reduce(x)
             x = self._before_adding(x, layer.mlp_post_norm)
+        if num_stacked > last and output_rows is not None:
+            x, residual = x[output_rows], residual[output_rows]
         return backend.add_rms_norm(x, residual, self._weights.final_norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
@@ -120,9 +126,9 @@ class Decoder:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _make_stack(self) -> tuple[StackBackend, Stack] | None:
-        """All layers but the last, where the backend can run them by itself."""
+        """All layers, where the backend can run them by itself."""
         config, backend = self.config, self.backend
-        layers = [self._plain_layer(index) for index in range(config.num_layers - 1)]
+        layers = [self._plain_layer(index) for index in range(config.num_layers)]
         plain = [layer for layer in layers if layer is not None]
         if not plain or len(plain) < len(layers) or not isinstance(backend, StackBackend):
             return None
@@ -156,16 +162,24 @@ class Decoder:
             config.layers[index].window,
         )
 
+    def _num_stacked(self, num_tokens: int, kv_layers: Sequence[Tensor]) -> int:
+        """How many layers can run in one call: all or none."""
+        if self._stack is None or num_tokens > _MAX_STACKED_TOKENS:
+            return 0
+        is_narrower = kv_layers[0].dtype != self._weights.final_norm.dtype
+        return 0 if is_narrower else self.config.num_layers
+
     def _run_stack(
-        self, residual: Tensor, kv_layers: Sequence[Tensor], metadata: AttentionMetadata
-    ) -> Tensor | None:
-        """What is to be added to the residual before the last layer; None: no layer was run."""
-        if self._stack is None or len(residual) > _MAX_STACKED_TOKENS:
-            return None
-        if kv_layers[0].dtype != residual.dtype:
-            return None
+        self,
+        num_layers: int,
+        residual: Tensor,
+        kv_layers: Sequence[Tensor],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Through the first layers; what the last of them adds to the residual."""
+        assert self._stack is not None, "there is no stack"
         backend, stack = self._stack
-        return backend.run_stack(stack, residual, kv_layers, metadata)
+        return backend.run_stack(stack, num_layers, residual, kv_layers, metadata)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         x = self._lookup_shared(token_ids)
