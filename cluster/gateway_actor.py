@@ -1,6 +1,7 @@
 """The gateway as a Ray actor: its servers run in the actor's own event loop.
 
-Ray starts and ends it; clients never meet Ray. It takes no CPU of its own in Ray's books.
+Ray starts and ends it; clients never meet Ray. It takes no CPU of its own in Ray's books. Who
+creates the actor imports this file: the servers are imported where its own process starts them.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -10,7 +11,7 @@ import secrets
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -20,12 +21,15 @@ from ..workers.process_identity import ProcessIdentity, this_process
 from ..workers.tracing import tracing_from_environment
 from .controller_client import RayControllerClient
 from .engine_client import ChannelFactory, insecure_channel, secure_channels
-from .gateway import Gateway
-from .gateway_servers import GatewayAddresses, GatewayServers
+from .gateway_addresses import GatewayAddresses
 from .model_catalog import OnDemand
 from .ray_metrics import start_export
 from .ray_runtime import on_this_node
 from .security import GatewaySecurity
+
+if TYPE_CHECKING:
+    from .gateway import Gateway
+    from .gateway_servers import GatewayServers
 
 __all__ = ["GatewayActor", "GatewayAddresses", "GatewaySpec", "start_gateway"]
 
@@ -111,6 +115,9 @@ class GatewayActor:
         await asyncio.wait({closing}, timeout=_BIND_PAUSE_S)
 
     async def _listen(self) -> GatewayAddresses:
+        from .gateway import Gateway
+        from .gateway_servers import GatewayServers
+
         # made here: gRPC's servers belong to the loop they are made in
         gateway = Gateway(
             self._gateway_id,

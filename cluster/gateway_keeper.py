@@ -21,7 +21,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from ..workers.process_identity import ProcessIdentity, kill_for_certain
 from .gateway_actor import GatewaySpec, start_gateway
-from .gateway_servers import GatewayAddresses
+from .gateway_addresses import GatewayAddresses
 
 logger = logging.getLogger(__name__)
 

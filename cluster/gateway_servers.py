@@ -3,24 +3,16 @@
 import asyncio
 import itertools
 import os
-from dataclasses import dataclass
 
 from ..workers.heartbeat import Pulse, heartbeat_from_environment
 from .gateway import Gateway
+from .gateway_addresses import GatewayAddresses
 from .grpc_server import GrpcServer
 from .http_server import HttpServer
 from .openai_api import make_app
 from .security import GatewaySecurity
 
 _READINESS_S = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class GatewayAddresses:
-    """Where clients find a gateway: host:port of each front."""
-
-    grpc: str
-    http: str
 
 
 class GatewayServers:

@@ -12,8 +12,8 @@ from ..workers.process_identity import ProcessIdentity
 from .controller import DRAIN_S
 from .controller_notices import RayControllerNotices
 from .gateway_actor import GatewaySpec
+from .gateway_addresses import GatewayAddresses
 from .gateway_keeper import GatewayKeeper, RayGateway
-from .gateway_servers import GatewayAddresses
 from .ray_runtime import on_this_node
 from .replica import RayReplica, Replica, ReplicaSpec
 from .supervisor import Supervisor
