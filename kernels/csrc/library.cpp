@@ -191,22 +191,30 @@ PF_EXPORT void pf_copy_slots(char* pool, const int64_t* sources, const int64_t* 
 
 // Past the caches: what is swapped is not read again soon, and what the model needs stays in them.
 // Nor is a line read before it is overwritten, which is a third of an ordinary copy's traffic.
+// Four pages at a time: the processor's own prefetchers follow a stream only within its page, and
+// one page after the other gave 0.7 of this on an Intel Xeon. All are read before one is written,
+// or a read may have to wait for the write of another page that it looks like by its address.
 static void stream(const char* source, char* target, int64_t bytes) {
+  int64_t done = 0;
 #ifdef __SSE2__
-  if (((uintptr_t)target | (uintptr_t)bytes) % 64 == 0) {
-    for (int64_t at = 0; at < bytes; at += 64) {
-      // Never faults, so it may run past the end.
-      _mm_prefetch(source + at + 1024, _MM_HINT_NTA);
-      const __m128i* from = (const __m128i*)(source + at);
-      __m128i* to = (__m128i*)(target + at);
-      __m128i line[4];
-      for (int i = 0; i < 4; i++) line[i] = _mm_loadu_si128(from + i);
-      for (int i = 0; i < 4; i++) _mm_stream_si128(to + i, line[i]);
+  constexpr int LINE = 64, AHEAD = 4 * LINE, PAGE = 4096, PAGES = 4, PARTS = 4;
+  int64_t end = (uintptr_t)target % LINE == 0 ? bytes - bytes % (PAGES * PAGE) : 0;
+  for (; done < end; done += PAGES * PAGE) {
+    for (int64_t at = done; at < done + PAGE; at += LINE) {
+      __m128i line[PAGES][PARTS];
+      for (int page = 0; page < PAGES; page++) {
+        const char* from = source + at + page * PAGE;
+        _mm_prefetch(from + AHEAD, _MM_HINT_T0);  // never faults, so it may run past the end
+        for (int i = 0; i < PARTS; i++) line[page][i] = _mm_loadu_si128((const __m128i*)from + i);
+      }
+      for (int page = 0; page < PAGES; page++) {
+        __m128i* to = (__m128i*)(target + at + page * PAGE);
+        for (int i = 0; i < PARTS; i++) _mm_stream_si128(to + i, line[page][i]);
+      }
     }
-    return;
   }
 #endif
-  memcpy(target, source, (size_t)bytes);
+  memcpy(target + done, source + done, (size_t)(bytes - done));
 }
 
 // Whole blocks sources[i] of one pool to targets[i] of another, by the calling thread alone.
