@@ -67,6 +67,7 @@ class Soak:
         self.began_s = 0.0
         names = ALL_TROUBLES if options.everything else TROUBLES
         self._names = itertools.cycle(names)
+        self._lasting = LASTING - {"GatewayActor"} if "gateway" in names else LASTING | REPLICAS
         self.troubles = Troubles(cluster, newer, NUM_REPLICAS, options.seed)
         self.clients = Clients(
             cluster,
@@ -88,7 +89,9 @@ class Soak:
         """Each minute but the last."""
         while time.monotonic() + 1.5 * self.options.every < until_s:
             await asyncio.sleep(self.options.every)
-            await self.troubles.make(next(self._names))
+            name = next(self._names)
+            print(f"{time.time() - self.began_s:.0f} s: {name}", flush=True)
+            await self.troubles.make(name)
 
     async def _look(self, until_s: float) -> None:
         while time.monotonic() < until_s:
@@ -109,7 +112,7 @@ class Soak:
                     f", {trend.num_lives} at {trend.at_age_s:.0f} s",
                 )
                 for trend in self.trends()
-                if trend.name in (LASTING if self.options.everything else LASTING | REPLICAS)
+                if trend.name in self._lasting
             ),
         ]
 
@@ -124,6 +127,7 @@ class Soak:
     def _blocks(self) -> Verdict:
         """Whether all are clean or cached-idle, in the end, and the books agree."""
         deadline = time.monotonic() + 120.0
+        next_word = time.monotonic() + 10.0
         with Client(self.cluster.addresses.grpc) as client:
             while True:
                 replicas = client.cluster_state().replicas
@@ -140,6 +144,9 @@ class Soak:
                 if time.monotonic() > deadline:
                     found = f"{len(replicas)} replicas; {'; '.join(busy)}"
                     return Verdict("blocks", False, found)
+                if time.monotonic() > next_word:
+                    print(f"{len(replicas)} replicas; {'; '.join(busy)}", flush=True)
+                    next_word = time.monotonic() + 10.0
                 time.sleep(0.2)  # between two looks at another process
         ray.get(self.cluster.controller.check_integrity.remote(), timeout=60)
         num_running = ray.get(self.cluster.gateway.num_running.remote(), timeout=60)

@@ -89,6 +89,7 @@ class Clients:
                 self.outcomes[f"{kind}: {end}"] += 1
 
     def _fault(self, what: str) -> None:
+        print(what, flush=True)
         self.faults.append(what)
         self.outcomes["fault"] += 1
 
