@@ -224,6 +224,7 @@ def test_a_group_without_an_event_loop_is_noticed_where_threads_are_named_as_kno
     assert lost_event_loops(["MainThread"]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_controller_that_lost_an_event_loop_begins_anew(tmp_path: Path) -> None:
     import tempfile

@@ -127,6 +127,7 @@ async def test_a_controller_that_restarts_knows_the_replica_again(cluster: Clust
     await client.close()
 
 
+@pytest.mark.slow
 async def test_a_frozen_controller_is_replaced(cluster: Cluster) -> None:
     """The supervisor ends it, and Ray starts another; the replica stays as it is."""
     (info,) = cluster.infos()
@@ -156,6 +157,7 @@ async def test_a_killed_replica_comes_back_as_another_incarnation(cluster: Clust
     await client.close()
 
 
+@pytest.mark.slow
 async def test_a_frozen_replica_declared_dead_is_killed_for_certain(cluster: Cluster) -> None:
     """A stopped process raises nothing in Ray and obeys no request to exit."""
     (info,) = cluster.infos()

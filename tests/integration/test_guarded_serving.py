@@ -17,7 +17,7 @@ from pagefleet.cluster.api_keys import digest_of
 from pagefleet.cluster.client import Client
 from pagefleet.protos.errors import Unauthenticated
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 PAGEFLEET = str(Path(sys.executable).parent / "pagefleet")
 KEY, OTHER = "pf-a-tenants-key-0123456789", "pf-anothers-key-0123456789"

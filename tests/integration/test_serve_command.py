@@ -146,6 +146,7 @@ def test_serve_answers_and_ends_with_zero(serving: subprocess.Popen[str], collec
     check_one_trace_for_each_request(collector)
 
 
+@pytest.mark.slow
 def test_serve_that_cannot_start_says_why_and_leaves_nothing(tiny_model: Path, tmp_path: Path):
     folder = shutil.copytree(tiny_model, tmp_path / "broken")
     for weights in folder.glob("*.safetensors"):
