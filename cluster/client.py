@@ -75,6 +75,7 @@ class Client:
         api_key: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
+        self._target = target
         self._metadata = caller_metadata(tenant, api_key)
         credentials = credentials or credentials_from_environment()
         self._channel = (
@@ -226,7 +227,7 @@ class Client:
         try:
             yield from call
         except grpc.RpcError as error:
-            raise error_of(error) from error
+            raise error_of(error, self._target) from error
         finally:
             call.cancel()
 
@@ -247,7 +248,7 @@ class Client:
         try:
             return method(request, timeout=timeout_s, metadata=(*self._metadata, *metadata))
         except grpc.RpcError as error:
-            raise error_of(error) from error
+            raise error_of(error, self._target) from error
 
 
 class AsyncClient:
@@ -261,6 +262,7 @@ class AsyncClient:
         api_key: str | None = None,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
+        self._target = target
         self._metadata = caller_metadata(tenant, api_key)
         credentials = credentials or credentials_from_environment()
         self._channel = (
@@ -419,7 +421,7 @@ class AsyncClient:
             async for response in call:
                 yield response
         except grpc.RpcError as error:
-            raise error_of(error) from error
+            raise error_of(error, self._target) from error
         finally:
             call.cancel()
 
@@ -440,4 +442,4 @@ class AsyncClient:
         try:
             return await method(request, timeout=timeout_s, metadata=(*self._metadata, *metadata))
         except grpc.RpcError as error:
-            raise error_of(error) from error
+            raise error_of(error, self._target) from error

@@ -13,13 +13,15 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from ..protos import inference_pb2 as pb
-from ..protos.errors import InvalidArgument, PagefleetError
+from ..protos.errors import InvalidArgument, PagefleetError, Unavailable
 from ..protos.messages import AdmissionClass, FinishReason, SamplingParams
 from .generation import GenerationUsage
 from .grpc_errors import Metadata, error_from
 
 API_KEY_VARIABLE = "PAGEFLEET_API_KEY"
 CA_VARIABLE = "PAGEFLEET_TLS_CA"
+# How gRPC begins its words where it reached no server.
+_NOT_CONNECTED = "failed to connect to all addresses"
 
 ChatMessage = Mapping[str, str]
 ResponseT = TypeVar("ResponseT", bound=Message)
@@ -281,8 +283,14 @@ def model_from(model: pb.Model) -> Model:
     )
 
 
-def error_of(error: grpc.RpcError) -> PagefleetError:
-    """The error of the tree that a call ended with."""
+def error_of(error: grpc.RpcError, target: str) -> PagefleetError:
+    """The error of the tree that a call to a server ended with."""
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError), f"{error!r} has no status"
+    details = error.details() or ""
+    if details.startswith(_NOT_CONNECTED):
+        reason = details.rpartition(": ")[2]
+        return Unavailable(
+            f"no server answers at {target} ({reason}): is one running, and is this its gRPC port?"
+        )
     trailers = tuple((name, value) for name, value in error.trailing_metadata() or ())
-    return error_from(error.code(), error.details(), trailers)
+    return error_from(error.code(), details, trailers)

@@ -81,7 +81,8 @@ def models_table(models: Sequence[LocalModel]) -> Table:
     """One row a model."""
     table = Table(box=None)
     for header in ("model", "size", "folder"):
-        table.add_column(header, justify="right" if header == "size" else "left")
+        # a folder is there to be copied: rather two lines than half of it
+        table.add_column(header, justify="right" if header == "size" else "left", overflow="fold")
     for model in models:
         name = f"{model.name} (default)" if model.is_default else model.name
         table.add_row(name, format_bytes(model.num_bytes), model.path)

@@ -177,7 +177,7 @@ async def test_a_lone_surrogate_cannot_be_tokenized(client):
         await client.tokenize("lone \ud83d")
 
 
-async def test_nobody_there_is_unavailable():
+async def test_nobody_there_is_unavailable_and_says_where_it_looked():
     async with AsyncClient("127.0.0.1:1") as client:
-        with pytest.raises(errors.Unavailable):
+        with pytest.raises(errors.Unavailable, match=r"no server answers at 127\.0\.0\.1:1 "):
             await client.models()
