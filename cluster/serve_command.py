@@ -6,9 +6,10 @@ itself is `serve`'s.
 
 import json
 import signal
+import sys
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -27,14 +28,19 @@ _CHECK_PERIOD_S = 5.0
 
 
 def serve(config: ClusterConfig, console: Console, *, as_json: bool) -> None:
-    """Start, say where it listens, and stay until SIGTERM or SIGINT."""
-    say = Console(stderr=True)
+    """Start, say where it listens, and stay until SIGTERM or SIGINT.
+
+    Nothing else comes on stdout, where Ray would tell of every worker that dies.
+    """
+    say, stdout = Console(stderr=True), sys.stdout
     with (
         until_signalled(),
         start_display(say) as on_progress,
+        redirect_stdout(sys.stderr),
         running_cluster(resolve_models(config, say), on_progress) as cluster,
     ):
-        _announce(config, cluster, console, as_json=as_json)
+        with redirect_stdout(stdout):
+            _announce(config, cluster, console, as_json=as_json)
         while True:
             time.sleep(_CHECK_PERIOD_S)
             cluster.check()
