@@ -270,7 +270,8 @@ struct Attention {
             queries + m, rows, keys, depth / kChains, scores + m * kTile, kTile);
       }
     } else {
-      panel_product_for<float>(rows)(queries, keys, depth, scores, kTile, false);
+      panel_product_for<float>(rows)(queries, keys, depth, scores, kTile, false,
+                                     {(const char*)keys, kPanel * (long)sizeof(float)});
     }
   }
 

@@ -26,8 +26,9 @@ struct Inputs {
     interleave_rows(x, k, rows, k, target);
     for (long i = k * rows; i < depth * rows; i++) target[i] = 0;
   }
-  static void multiply(int rows, const float* a, const W* panel, long depth, float* sums) {
-    panel_product_for<W>(rows)(a, panel, depth, sums, kPanel, false);
+  static void multiply(int rows, const float* a, const W* panel, long depth, float* sums,
+                       Fetch fetch) {
+    panel_product_for<W>(rows)(a, panel, depth, sums, kPanel, false, fetch);
   }
 };
 
@@ -51,8 +52,9 @@ struct Inputs<bf16, uint32_t> {
       }
     }
   }
-  static void multiply(int rows, const float* a, const uint32_t* panel, long depth, float* sums) {
-    panel_dot_for(rows)((const uint32_t*)a, panel, depth / 2, sums, kPanel);
+  static void multiply(int rows, const float* a, const uint32_t* panel, long depth, float* sums,
+                       Fetch fetch) {
+    panel_dot_for(rows)((const uint32_t*)a, panel, depth / 2, sums, kPanel, fetch);
   }
 };
 #endif
@@ -131,6 +133,16 @@ struct Product {
     }
   }
 
+  // What the g-th of `count` groups fetches while it multiplies by a part of a panel: a little ahead
+  // of itself if it is alone, else its share of the part that follows.
+  static Fetch fetch_for(const W* part, long length, long g, long count, bool widened) {
+    constexpr long kStepBytes = kPanel * (long)sizeof(W);
+    if (count == 1) return {(const char*)part + kPrefetchBytes, kStepBytes};
+    long bytes = Layout<W>::offset(length) * (long)sizeof(W);
+    long steps = widened ? length : bytes / kStepBytes;
+    return {(const char*)part + bytes + g * bytes / count, ceil_div(bytes, count * steps)};
+  }
+
   // One panel of columns for one block of row groups. Long sums are sums of chains of kDepth: a
   // chain's rounding error grows with its length, and the same cuts for all keep rows alike.
   void multiply_panel(const RowGroups& groups, long group_begin, long group_end, long panel,
@@ -146,15 +158,16 @@ struct Product {
       }
       for (long g = group_begin; g < group_end; g++) {
         int count = groups.size(g);
+        Fetch fetch = fetch_for(part, length, g - group_begin, group_end - group_begin, widened);
         const float* a = inputs_of(groups, g) + Inputs<T, W>::words(from) * count;
         float* target = sums + (groups.begin(g) - first_row) * kPanel;
         float chain[kMaxRows * kPanel];
         bool is_apart = from > 0 || args.group > 0;
         float* result = is_apart ? chain : target;
         if (widened) {
-          panel_product_for<float>(count)(a, wide, length, result, kPanel, false);
+          panel_product_for<float>(count)(a, wide, length, result, kPanel, false, fetch);
         } else {
-          Inputs<T, W>::multiply(count, a, part, length, result);
+          Inputs<T, W>::multiply(count, a, part, length, result, fetch);
         }
         if (args.group > 0) {
           add_scaled(chain, groups.begin(g), count, from, panel, from == 0, target);

@@ -20,6 +20,21 @@ constexpr int kMaxRows = 4;
 constexpr int kPanel = 2 * kWidth;   // columns of a panel
 constexpr long kPrefetchBytes = 2048;
 
+// What a product fetches meanwhile: from `at` on, `step` bytes with each of its steps. Weights that
+// several groups of rows use are fetched by all of them, a part each, so that memory never rests.
+struct Fetch {
+  const char* at;
+  long step;
+};
+
+// One step of a product over W, of which it reads kPanel itself.
+template <typename W>
+PF_INLINE void fetch_more(Fetch& fetch) {
+  prefetch(fetch.at);
+  if (kPanel * sizeof(W) > 64) prefetch(fetch.at + 64);
+  fetch.at += fetch.step;
+}
+
 // Rows in groups of at most kMaxRows, as even as possible.
 struct RowGroups {
   long rows, count;
@@ -62,13 +77,12 @@ PF_INLINE void multiply_add(Vec sums[ROWS][VECS], const float* a, const Vec b[VE
 // c[m][0..kPanel) (+)= sum over k of a[k][m] * panel[k][0..kPanel).
 template <int ROWS>
 static void panel_product(const float* a, const float* panel, long k, float* c, long ldc,
-                          bool accumulate) {
+                          bool accumulate, Fetch fetch) {
   Vec sums[ROWS][2];
   load_sums<ROWS, 2>(sums, c, ldc, accumulate);
   for (long i = 0; i < k; i++) {
     Vec b[2] = {load(panel), load(panel + kWidth)};
-    prefetch((const char*)panel + kPrefetchBytes);
-    if (kPanel * sizeof(float) > 64) prefetch((const char*)panel + kPrefetchBytes + 64);
+    fetch_more<float>(fetch);
     multiply_add<ROWS, 2>(sums, a, b);
     a += ROWS;
     panel += kPanel;
@@ -122,13 +136,12 @@ static ChainedProduct chained_product_for(int rows) {
 // The same for bfloat16: a panel's 32-bit words hold the elements of k (low half) and k + 1.
 template <int ROWS>
 static void panel_product(const float* a, const uint32_t* panel, long k, float* c, long ldc,
-                          bool accumulate) {
+                          bool accumulate, Fetch fetch) {
   Vec sums[ROWS][2];
   load_sums<ROWS, 2>(sums, c, ldc, accumulate);
   for (long i = 0; i < k; i += 2) {
     const float* words = (const float*)panel;
-    prefetch((const char*)panel + kPrefetchBytes);
-    if (kPanel * sizeof(uint32_t) > 64) prefetch((const char*)panel + kPrefetchBytes + 64);
+    fetch_more<uint32_t>(fetch);
     Vec even[2] = {even_of(load(words)), even_of(load(words + kWidth))};
     multiply_add<ROWS, 2>(sums, a, even);
     Vec odd[2] = {odd_of(load(words)), odd_of(load(words + kWidth))};
@@ -142,12 +155,12 @@ static void panel_product(const float* a, const uint32_t* panel, long k, float* 
 // The same for int8; the caller applies the scale.
 template <int ROWS>
 static void panel_product(const float* a, const int8_t* panel, long k, float* c, long ldc,
-                          bool accumulate) {
+                          bool accumulate, Fetch fetch) {
   Vec sums[ROWS][2];
   load_sums<ROWS, 2>(sums, c, ldc, accumulate);
   for (long i = 0; i < k; i++) {
     Vec b[2] = {load(panel), load(panel + kWidth)};
-    prefetch((const char*)panel + kPrefetchBytes);
+    fetch_more<int8_t>(fetch);
     multiply_add<ROWS, 2>(sums, a, b);
     a += ROWS;
     panel += kPanel;
@@ -158,13 +171,12 @@ static void panel_product(const float* a, const int8_t* panel, long k, float* c,
 // The same for signed nibbles, eight of k in a word.
 template <int ROWS>
 static void panel_product(const float* a, const nibbles* panel, long k, float* c, long ldc,
-                          bool accumulate) {
+                          bool accumulate, Fetch fetch) {
   Vec sums[ROWS][2];
   load_sums<ROWS, 2>(sums, c, ldc, accumulate);
   for (long i = 0; i < k; i += 8) {
     Vec words[2] = {load((const float*)panel), load((const float*)panel + kWidth)};
-    prefetch((const char*)panel + kPrefetchBytes);
-    if (kPanel * sizeof(nibbles) > 64) prefetch((const char*)panel + kPrefetchBytes + 64);
+    fetch_more<nibbles>(fetch);
 #pragma GCC unroll 8
     for (int j = 0; j < 8; j++) {
       Vec b[2] = {nibble_of(words[0], j), nibble_of(words[1], j)};
@@ -177,7 +189,7 @@ static void panel_product(const float* a, const nibbles* panel, long k, float* c
 }
 
 template <typename W>
-using PanelProduct = void (*)(const float*, const W*, long, float*, long, bool);
+using PanelProduct = void (*)(const float*, const W*, long, float*, long, bool, Fetch);
 
 // The kernel for a number of rows between 1 and kMaxRows.
 template <typename W>
@@ -225,14 +237,14 @@ static void widen_panel(const nibbles* panel, long k, float* out) {
 
 // Both sides bfloat16, two elements of k to a word: a[k / 2][m] times panel[k / 2][0..kPanel).
 template <int ROWS>
-static void panel_dot(const uint32_t* a, const uint32_t* panel, long words, float* c, long ldc) {
+static void panel_dot(const uint32_t* a, const uint32_t* panel, long words, float* c, long ldc,
+                      Fetch fetch) {
   Vec sums[ROWS][2];
   load_sums<ROWS, 2>(sums, c, ldc, false);
   for (long i = 0; i < words; i++) {
     __m512bh left = (__m512bh)_mm512_loadu_si512(panel);
     __m512bh right = (__m512bh)_mm512_loadu_si512(panel + kWidth);
-    prefetch((const char*)panel + kPrefetchBytes);
-    prefetch((const char*)panel + kPrefetchBytes + 64);
+    fetch_more<uint32_t>(fetch);
 #pragma GCC unroll 12
     for (int m = 0; m < ROWS; m++) {
       __m512bh value = (__m512bh)_mm512_set1_epi32((int)a[m]);
@@ -245,7 +257,7 @@ static void panel_dot(const uint32_t* a, const uint32_t* panel, long words, floa
   store_sums<ROWS, 2>(sums, c, ldc);
 }
 
-using PanelDot = void (*)(const uint32_t*, const uint32_t*, long, float*, long);
+using PanelDot = void (*)(const uint32_t*, const uint32_t*, long, float*, long, Fetch);
 
 static PanelDot panel_dot_for(int rows) {
   static const PanelDot kernels[] = {

@@ -98,7 +98,7 @@ struct TileInputs {
 // sums (+)= inputs * weights over `steps` steps, for one or two tiles of rows and a panel of columns.
 template <int PARTS, int ROW_TILES>
 static void multiply_tiles(const uint16_t* inputs, long part_size, long tile_size,
-                           const uint32_t* panel, long steps, long ahead, float* sums,
+                           const uint32_t* panel, long steps, Fetch fetch, float* sums,
                            long tile_rows, bool accumulate) {
   constexpr long kRowBytes = kPanel * 4;
   float* second = sums + tile_rows * kPanel;
@@ -115,7 +115,8 @@ static void multiply_tiles(const uint16_t* inputs, long part_size, long tile_siz
     if (ROW_TILES == 2) _tile_zero(3);
   }
   for (long s = 0; s < steps; s++, panel += kPairWords) {
-    for (long i = 0; i < ahead; i += 64) prefetch((const char*)panel + kTileAheadBytes + i);
+    for (long i = 0; i < fetch.step; i += 64) prefetch(fetch.at + i);
+    fetch.at += fetch.step;
     _tile_loadd(6, panel, kRowBytes);
     _tile_loadd(7, panel + kWidth, kRowBytes);
 #pragma GCC unroll 2
@@ -161,8 +162,17 @@ struct TileProduct {
     }
   }
 
+  // What tiles t and t + 1 fetch meanwhile: a little ahead of themselves if they alone use the part,
+  // else their share of the part that follows, in whole lines.
+  static Fetch fetch_for(const Part& part, long t) {
+    constexpr long kStepBytes = kPairWords * 4;
+    if (part.is_once) return {(const char*)part.panel + kTileAheadBytes, kStepBytes};
+    long count = ceil_div(part.end - part.begin, 2), bytes = part.steps * kStepBytes;
+    long step = ceil_div(kStepBytes, count * 64) * 64;
+    return {(const char*)part.panel + bytes + (t - part.begin) / 2 * step * part.steps, step};
+  }
+
   void multiply_part(const Part& part, float* sums) const {
-    long ahead = part.is_once ? kPairWords * 4 : 0;
     bool is_last = part.step + part.steps == inputs.steps;
     for (long t = part.begin; t < part.end; t += 2, sums += 2 * inputs.tile_rows * kPanel) {
       long tiles = min_of(2, part.end - t), first = t * inputs.tile_rows;
@@ -170,7 +180,7 @@ struct TileProduct {
       if (is_last) fetch_output(first, rows, part.panel_index);
       auto kernel = tiles == 2 ? multiply_tiles<kParts, 2> : multiply_tiles<kParts, 1>;
       kernel(inputs.tile(t, part.step), inputs.part_size(), inputs.tile_size(), part.panel,
-             part.steps, ahead, sums, inputs.tile_rows, part.step > 0);
+             part.steps, fetch_for(part, t), sums, inputs.tile_rows, part.step > 0);
       if (is_last) write_panel<T>(args, first, rows, part.panel_index, sums);
     }
   }
