@@ -170,6 +170,9 @@ class GgufCheckpoint:
             names = ", ".join(sorted(self._unused)[:3])
             raise UnsupportedModel(f"{self._path}: tensors without a use: {names}")
 
+    def forget_pages(self) -> None:
+        """See `StoredWeights`. Nothing keeps the file once its tensors were made of it."""
+
     def fingerprint(self) -> str:
         """See `fingerprint.fingerprint`."""
         return fingerprint(

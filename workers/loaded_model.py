@@ -167,6 +167,7 @@ def _load_decoder(
     if model.tie_word_embeddings:
         checkpoint.ignore("lm_head.weight")
     checkpoint.check_all_used()
+    checkpoint.forget_pages()
     return decoder, weights.num_bytes
 
 

@@ -18,6 +18,7 @@ from ..kernels.quantized_weight import QuantizedWeight
 from .checkpoint_folder import find_gguf
 from .fingerprint import StoredTensor, fingerprint
 from .gguf_checkpoint import GgufCheckpoint
+from .heap import forget_pages
 from .models.config import CheckpointError, DecoderConfig, UnsupportedModel
 from .models.config_fields import ConfigFields
 from .models.families import parse_config, read_config
@@ -66,6 +67,10 @@ class StoredWeights(Protocol):
 
     def check_all_used(self) -> None:
         """A tensor nobody asked for is a feature that would be served wrong."""
+        ...
+
+    def forget_pages(self) -> None:
+        """Everything was read. What is used as it lies in the file comes back as it is needed."""
         ...
 
     def fingerprint(self) -> str:
@@ -221,6 +226,12 @@ class Checkpoint:
         ):
             return False
         return not self._read(name, self._stored[name].shape).any()
+
+    def forget_pages(self) -> None:
+        """See `StoredWeights`. One tensor that is used as it lies there, the embedding perhaps,
+        keeps all of its file mapped; most others were packed into memory of their own."""
+        for path in {stored.path for stored in self._stored.values()}:
+            forget_pages(path)
 
     def fingerprint(self) -> str:
         """See `fingerprint.fingerprint`."""
