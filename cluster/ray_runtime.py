@@ -19,6 +19,8 @@ from uuid import uuid4
 
 # Ray reads these while it is imported, or while a cluster starts.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# A call without a session would quietly start a cluster of its own, or join whatever it finds.
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 # By itself it gives every worker a nice value of 15: replicas and gateways would then get next to
 # nothing of a machine on which anything else runs, an ordinary client of theirs for one.
 os.environ.setdefault("RAY_worker_niceness", "0")

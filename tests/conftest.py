@@ -9,6 +9,8 @@ from hypothesis import settings
 # Read when Triton is imported, by whomever first: here its kernels are interpreted. What runs them
 # on a GPU is a process of its own (tests/gpu).
 os.environ["TRITON_INTERPRET"] = "1"
+# Read when Ray is imported: who uses it without a session fails, and starts no small one unnoticed.
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 # A busy machine is no failure: how long an example takes is for the benchmarks to say.
 settings.register_profile("pagefleet", deadline=None)
 settings.load_profile("pagefleet")
@@ -20,5 +22,5 @@ def ray_cluster() -> Iterator[None]:
     # here, because Ray takes a second to import and most tests do without it
     from pagefleet.cluster.ray_runtime import ray_session
 
-    with ray_session(None, num_cpus=64):
+    with ray_session(None, num_cpus=16):
         yield

@@ -1,4 +1,7 @@
-"""Starting Ray where it fails; the rest needs Ray itself and is tested with whole clusters."""
+"""Starting Ray where it fails; the rest needs Ray itself and is tested with whole clusters.
+
+Who replaces `ray.init` replaces `ray.shutdown` too: other tests of this process share a cluster.
+"""
 
 import os
 import signal
@@ -19,6 +22,7 @@ def test_a_node_that_is_too_slow_twice_is_one_error(monkeypatch: pytest.MonkeyPa
         raise Exception("The current node timed out during startup.")
 
     monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
     with pytest.raises(CommandError, match="timed out during startup"), ray_session(None):
         pass
     assert len(folders) == len(set(folders)) == 2
@@ -58,6 +62,7 @@ def test_after_a_signal_there_is_no_second_attempt(monkeypatch: pytest.MonkeyPat
         raise Exception("The current node timed out during startup.")
 
     monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
     with pytest.raises(KeyboardInterrupt), ray_session(None):
         pass
     assert len(attempts) == 1
