@@ -49,8 +49,9 @@ def test_the_dashboard_shows_the_pools_as_they_are(cluster, client, settled_stat
     decisions = next(iter(dashboard_events(cluster.addresses.http)))["decisions"]
     assert [decision["decision"] for decision in decisions[-2:]] == ["grant", "grant"]
     assert decisions[-1]["hit_tokens"] > 0, "the second found what the first had left"
-    (root, *_) = next(iter(dashboard_events(cluster.addresses.http)))["prefixes"]
-    assert root["num_requests"] >= 2 and root["num_device_replicas"] >= 1
+    roots = next(iter(dashboard_events(cluster.addresses.http)))["prefixes"]
+    # others' prompts, from before their replica was killed, may be asked for more often
+    assert any(root["num_requests"] >= 2 and root["num_device_replicas"] >= 1 for root in roots)
 
 
 @pytest.mark.slow
