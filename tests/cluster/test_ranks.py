@@ -96,7 +96,7 @@ async def test_two_ranks_serve_what_one_does(
     assert await read_all(info, "a") == expected.token_ids
 
 
-@pytest.mark.parametrize("victim", ["RankWorker", "Worker"])
+@pytest.mark.parametrize("victim", [pytest.param("RankWorker", marks=pytest.mark.slow), "Worker"])
 async def test_a_killed_rank_brings_a_new_incarnation_and_leaves_no_process(
     supervisor: ray.actor.ActorHandle, victim: str
 ) -> None:

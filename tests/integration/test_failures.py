@@ -111,7 +111,7 @@ def assert_same(results: list[StreamResult], undisturbed: list[StreamResult]) ->
     assert max(result.longest_gap_s for result in results) < MAX_SILENCE_S
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_c17_a_worker_killed_after_token_37_costs_its_client_nothing(
     cluster, client: Client, settled_state, temperature: float
 ):

@@ -16,7 +16,7 @@ from tiny_model import make_tiny_model
 from pagefleet.cluster.client import AsyncClient, Client
 from pagefleet.protos.messages import ClusterState, ReplicaStatus, SamplingParams
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
 WAIT_S = 60.0
 NUM_RUNNING = 1  # as many fit into a replica: one that is full takes no more
@@ -41,7 +41,7 @@ def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[1, 2])
 def cluster(
     request: pytest.FixtureRequest, ray_cluster: None, slow_model: Path
 ) -> Iterator[object]:
@@ -147,7 +147,6 @@ def test_a_hot_prefix_is_served_by_the_other_replica(cluster) -> None:
     ray.get(cluster.controller.check_integrity.remote(), timeout=WAIT_S)
 
 
-@pytest.mark.slow
 def test_a_source_that_freezes_and_dies_costs_a_recompute(cluster) -> None:
     prompt = make_prompt("leases")
     first = ask(cluster, prompt)

@@ -118,6 +118,7 @@ def check_one_trace_for_each_request(collector: Collector) -> None:
             assert above.trace_id == span.trace_id in roots
 
 
+@pytest.mark.slow
 def test_serve_answers_and_ends_with_zero(serving: subprocess.Popen[str], collector: Collector):
     assert serving.stdout is not None
     facts = json.loads(serving.stdout.readline())
