@@ -7,6 +7,7 @@ fatal, PAGEFLEET_SKIP_NATIVE=1 builds nothing.
 
 import os
 import platform
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -45,21 +46,29 @@ class BuildKernels(build_ext):
         if ext is not kernels:
             super().build_extension(ext)
             return
-        objects = self._compile("isa", "portable", [], [("PF_ISA", "portable")])
-        present: list[tuple[str, str | None]] = []
-        for name, flags in instruction_sets().items():
-            try:
-                objects += self._compile("isa", name, flags, [("PF_ISA", name)])
-            except CompileError:
-                self.warn(f"this compiler cannot build for {name}: left out")
-                continue
-            present.append((f"PF_HAVE_{name}", "1"))
-        objects += self._compile("library", "library", [], present)
+        sets = {"portable": list[str](), **instruction_sets()}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # each takes a compiler 20 s
+            found = pool.map(self._compile_set, sets, sets.values())
+            compiled = dict(zip(sets, found, strict=True))
+        if compiled["portable"] is None:
+            raise CompileError("kernels/csrc does not compile")
+        present = [name for name, objects in compiled.items() if objects is not None]
+        objects = [path for some in compiled.values() for path in some or ()]
+        macros = [(f"PF_HAVE_{name}", "1") for name in present if name != "portable"]
+        objects += self._compile("library", "library", [], macros)
         target = self.get_ext_fullpath(ext.name)
         Path(target).parent.mkdir(parents=True, exist_ok=True)
         self.compiler.link_shared_object(
             objects, target, extra_postargs=["-fopenmp", "-static-libstdc++"], target_lang="c++"
         )
+
+    def _compile_set(self, name: str, flags: list[str]) -> list[str] | None:
+        """The objects for one instruction set; None where the compiler does not know it."""
+        try:
+            return self._compile("isa", name, flags, [("PF_ISA", name)])
+        except CompileError:
+            self.warn(f"this compiler cannot build for {name}: left out")
+            return None
 
     def _compile(
         self, source: str, folder: str, flags: list[str], macros: list[tuple[str, str | None]]
