@@ -1,6 +1,7 @@
 """Fixtures for every folder."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,9 @@ from hypothesis import settings
 os.environ["TRITON_INTERPRET"] = "1"
 # Read when Ray is imported: who uses it without a session fails, and starts no small one unnoticed.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+# Who was started in the background ignores Ctrl-C, and so would every process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # A busy machine is no failure: how long an example takes is for the benchmarks to say.
 settings.register_profile("pagefleet", deadline=None)
 settings.load_profile("pagefleet")
