@@ -39,7 +39,6 @@ from ..workers.worker import Worker, worker_environment
 T = TypeVar("T")
 
 _PLACEMENT_TIMEOUT_S = 60.0
-_PLACEMENT_TURN_S = 5
 _KILL_TIMEOUT_S = 20.0
 _CALLS_AT_ONCE = 24  # `Worker.join` holds one; each transfer of blocks holds some for a while
 
@@ -193,16 +192,14 @@ class RayReplica:
         bundle = {name: amount for name, amount in amounts.items() if amount > 0}
         group = placement_group([bundle] * self._spec.num_ranks, strategy="STRICT_PACK")
         self._placement = group  # before it is waited for, so that `kill` removes it in any case
-        # `ready()` needs a thread of Ray's to hand the answer to the event loop, which a starved
-        # machine has lost; this asks the cluster's own store, in turns short enough to be cancelled
-        deadline = time.monotonic() + _PLACEMENT_TIMEOUT_S
-        while not await asyncio.to_thread(group.wait, _PLACEMENT_TURN_S):
-            if time.monotonic() > deadline:
-                raise ReplicaFailed(
-                    f"{self._spec.replica_id}: no node has {self._spec.num_ranks} times "
-                    f"{self._spec.num_cpus:g} CPUs and {self._spec.num_gpus:g} GPUs free; "
-                    f"all nodes together have {_free_resources()}"
-                )
+        try:
+            await asyncio.wait_for(group.ready(), _PLACEMENT_TIMEOUT_S)
+        except TimeoutError:
+            raise ReplicaFailed(
+                f"{self._spec.replica_id}: no node has {self._spec.num_ranks} times "
+                f"{self._spec.num_cpus:g} CPUs and {self._spec.num_gpus:g} GPUs free; "
+                f"all nodes together have {_free_resources()}"
+            ) from None
         return group
 
     def _create_worker(self, placement: PlacementGroup) -> "ActorHandle[object]":
