@@ -1,11 +1,5 @@
 """What clients are to be told and have not been yet. Knows no blocks."""
 
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import MISSING, fields
-from itertools import repeat
-from types import MemberDescriptorType
-
 from ..protos.messages import FinishReason, SequenceDelta, TokenLogprobs
 from .beam_search import Hypothesis
 from .request import Sequence
@@ -31,14 +25,9 @@ class Outbox:
 
         All of a decode step in one pass: this is most of what such a step costs.
         """
-        if len(rows) < _FEW:
-            for row, token, number in zip(rows, tokens, numbers, strict=True):
-                delta = SequenceDelta(batch.keys[row], batch.indexes[row], number, (token,))
-                self._deltas.append(delta)
-            return
         keys = [batch.keys[row] for row in rows]
         indexes = [batch.indexes[row] for row in rows]
-        self._deltas += _make_plain_deltas(keys, indexes, numbers, tokens)
+        self._deltas += map(SequenceDelta, keys, indexes, numbers, zip(tokens, strict=False))
 
     def tell(
         self,
@@ -120,34 +109,6 @@ class Outbox:
             for delta in self._deltas
             if delta.request_key != request_key or index not in (None, delta.index)
         ]
-
-
-_FEW = 5  # made one by one, since all at once costs as much as a few
-
-# The fields' slots: a frozen dataclass sets each by name, which is most of what making it costs.
-_SLOTS: dict[str, MemberDescriptorType] = {
-    field.name: getattr(SequenceDelta, field.name) for field in fields(SequenceDelta)
-}
-_DEFAULTS = {
-    field.name: field.default for field in fields(SequenceDelta) if field.default is not MISSING
-}
-
-
-def _make_plain_deltas(
-    keys: list[str], indexes: list[int], numbers: list[int], tokens: list[int]
-) -> list[SequenceDelta]:
-    """`SequenceDelta(key, index, number, (token,))` for each, a field of all of them at a time."""
-    deltas = list(map(object.__new__, repeat(SequenceDelta, len(keys))))
-    columns: dict[str, Iterable[object]] = {
-        "request_key": keys,
-        "index": indexes,
-        "first_position": numbers,
-        "token_ids": zip(tokens, strict=False),
-    }
-    for name, slot in _SLOTS.items():
-        column = columns[name] if name in columns else repeat(_DEFAULTS[name])
-        deque(map(slot.__set__, deltas, column), maxlen=0)
-    return deltas
 
 
 def _take_prompt_logprobs(sequence: Sequence) -> tuple[TokenLogprobs | None, ...]:

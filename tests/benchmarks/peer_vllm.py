@@ -43,7 +43,9 @@ def peer_environment() -> dict[str, str]:
     python = peer_python()
     folder = Path(python).parents[1] / "lib" if python else Path("/nowhere")
     preloaded = [str(folder / name) for name in _PRELOADED if (folder / name).exists()]
-    return os.environ | {
+    # Ours wants idle threads to sleep; its own OpenMP runtime keeps its default.
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    return inherited | {
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "HF_HUB_OFFLINE": "1",
