@@ -30,6 +30,7 @@ os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ..workers.openmp import WAITS
 from .config import CommandError
 from .scratch_folder import scratch_folder
 
@@ -86,7 +87,7 @@ def on_this_node(*, soft: bool) -> NodeAffinitySchedulingStrategy:
 def _worker_environment() -> dict[str, str]:
     """What every actor's process finds: before it loads OpenMP, and where its spans go."""
     traces = {name: value for name, value in os.environ.items() if name.startswith("OTEL_")}
-    return {"OMP_WAIT_POLICY": "passive", **traces}
+    return {**WAITS, **traces}
 
 
 def _join(address: str) -> None:

@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 from ..protos.messages import ModelCard, ReplicaInfo, ReplicaReport, ReportReply
 from .config import WorkerConfig
 from .json_log import write_logs_as_json
+from .openmp import WAITS
 from .process_identity import ProcessIdentity, this_process
 from .rank_spec import RankSpec
 from .replica_end import ReplicaEnd
@@ -45,8 +46,7 @@ _CALL_TIMEOUT_S = 2.0  # one lost call must not look like a dead replica: the wa
 def worker_environment(num_threads: int) -> dict[str, str]:
     """What must be set before the first import of torch in a worker's process."""
     return {
-        # spinning OpenMP threads starve the others of a node with few cores
-        "OMP_WAIT_POLICY": "passive",
+        **WAITS,
         "OMP_NUM_THREADS": str(num_threads),
         "RAY_USAGE_STATS_ENABLED": "0",
     }

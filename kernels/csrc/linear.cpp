@@ -158,6 +158,7 @@ struct Product {
       }
       for (long g = group_begin; g < group_end; g++) {
         int count = groups.size(g);
+        if (from + length == depth) fetch_output<T>(args, groups.begin(g), count, panel);
         Fetch fetch = fetch_for(part, length, g - group_begin, group_end - group_begin, widened);
         const float* a = inputs_of(groups, g) + Inputs<T, W>::words(from) * count;
         float* target = sums + (groups.begin(g) - first_row) * kPanel;
@@ -204,8 +205,7 @@ struct Product {
 #pragma omp for schedule(dynamic, 1)
         for (long g = 0; g < groups.count; g++) interleave_group(groups, g);
       }
-      long chunk = max_of(1, min_of(16, panels * blocks / (8 * args.threads)));
-#pragma omp for schedule(dynamic, chunk) nowait
+#pragma omp for schedule(guided, 1) nowait  // neighbours, as a panel fetches the next one's begin
       for (long task = 0; task < panels * blocks; task++) {
         long block = task / panels, panel = task % panels;
         long begin = block * groups.count / blocks, end = (block + 1) * groups.count / blocks;

@@ -30,8 +30,8 @@ struct Fetch {
 // One step of a product over W, of which it reads kPanel itself.
 template <typename W>
 PF_INLINE void fetch_more(Fetch& fetch) {
-  prefetch(fetch.at);
-  if (kPanel * sizeof(W) > 64) prefetch(fetch.at + 64);
+  prefetch_l2(fetch.at);
+  if (kPanel * sizeof(W) > 64) prefetch_l2(fetch.at + 64);
   fetch.at += fetch.step;
 }
 

@@ -207,6 +207,17 @@ static Vec load_part_or_all(const float* p, long left) {
   return left >= kWidth ? load(p) : load_part(p, left);
 }
 
+// Fetched before a product, rows of its output cost nothing to write after it; they are far apart.
+template <typename T>
+static void fetch_output(const LinearArgs& args, long first_row, long count, long panel) {
+  long n = args.out_features, column = panel * kPanel;
+  long bytes = min_of(kPanel, n - column) * (long)sizeof(T);
+  for (long m = 0; m < count; m++) {
+    const char* row = (const char*)((T*)args.out + (first_row + m) * n + column);
+    for (long i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 1);
+  }
+}
+
 // The end of a product: `count` rows of sums of one panel, [row][kPanel], to where they belong.
 template <typename T>
 static void write_panel(const LinearArgs& args, long first_row, long count, long panel,

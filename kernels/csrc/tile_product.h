@@ -152,16 +152,6 @@ struct TileProduct {
     bool is_once;  // whether the panel is read only once
   };
 
-  // Fetched before a product, rows of the output cost nothing to write after it; they are far apart.
-  void fetch_output(long first_row, long count, long panel) const {
-    long n = args.out_features, column = panel * kPanel;
-    long bytes = min_of(kPanel, n - column) * (long)sizeof(T);
-    for (long m = 0; m < count; m++) {
-      const char* row = (const char*)((T*)args.out + (first_row + m) * n + column);
-      for (long i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 1);
-    }
-  }
-
   // What tiles t and t + 1 fetch meanwhile: a little ahead of themselves if they alone use the part,
   // else their share of the part that follows, in whole lines.
   static Fetch fetch_for(const Part& part, long t) {
@@ -177,7 +167,7 @@ struct TileProduct {
     for (long t = part.begin; t < part.end; t += 2, sums += 2 * inputs.tile_rows * kPanel) {
       long tiles = min_of(2, part.end - t), first = t * inputs.tile_rows;
       long rows = min_of(tiles * inputs.tile_rows, args.rows - first);
-      if (is_last) fetch_output(first, rows, part.panel_index);
+      if (is_last) fetch_output<T>(args, first, rows, part.panel_index);
       auto kernel = tiles == 2 ? multiply_tiles<kParts, 2> : multiply_tiles<kParts, 1>;
       kernel(inputs.tile(t, part.step), inputs.part_size(), inputs.tile_size(), part.panel,
              part.steps, fetch_for(part, t), sums, inputs.tile_rows, part.step > 0);
@@ -217,8 +207,7 @@ struct TileProduct {
       Tiles tiles(config);
 #pragma omp for schedule(dynamic, 1)
       for (long t = 0; t < inputs.count; t++) inputs.fill_tile((const T*)args.x, t);
-      long chunk = max_of(1, min_of(16, panels * blocks / (8 * args.threads)));
-#pragma omp for schedule(dynamic, chunk) nowait
+#pragma omp for schedule(guided, 1) nowait  // neighbours, as a panel fetches the next one's begin
       for (long task = 0; task < panels * blocks; task++) {
         long block = task / panels, panel = task % panels;
         long begin = block * inputs.count / blocks, end = (block + 1) * inputs.count / blocks;

@@ -21,7 +21,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when OpenMP's runtime is loaded
+from pagefleet.workers.openmp import WAITS
+
+os.environ.update(WAITS)
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch

@@ -22,7 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when OpenMP's runtime is loaded
+from pagefleet.workers.openmp import WAITS
+
+os.environ.update(WAITS)
 
 import torch
 from benchmark_report import Row, print_rows, write_json

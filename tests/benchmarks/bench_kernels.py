@@ -20,7 +20,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when OpenMP's runtime is loaded
+from pagefleet.workers.openmp import WAITS
+
+os.environ.update(WAITS)
 
 import torch
 import torch.nn.functional as F

@@ -15,7 +15,9 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when OpenMP's runtime is loaded
+from pagefleet.workers.openmp import WAITS
+
+os.environ.update(WAITS)
 
 from benchmark_report import Row, print_rows, write_json
 from rich.progress import Progress

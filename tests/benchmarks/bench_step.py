@@ -19,7 +19,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when OpenMP's runtime is loaded
+from pagefleet.workers.openmp import WAITS
+
+os.environ.update(WAITS)
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch

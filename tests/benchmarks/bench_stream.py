@@ -25,7 +25,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when OpenMP's runtime is loaded
+from pagefleet.workers.openmp import WAITS
+
+os.environ.update(WAITS)
 
 from benchmark_report import Row, print_rows, write_json
 from engine_workloads import SHAPES, Workload

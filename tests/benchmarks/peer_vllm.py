@@ -43,8 +43,8 @@ def peer_environment() -> dict[str, str]:
     python = peer_python()
     folder = Path(python).parents[1] / "lib" if python else Path("/nowhere")
     preloaded = [str(folder / name) for name in _PRELOADED if (folder / name).exists()]
-    # Ours wants idle threads to sleep; its own OpenMP runtime keeps its default.
-    inherited = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    # How our threads wait is not for its OpenMP runtime, which keeps its default.
+    inherited = {name: value for name, value in os.environ.items() if "OMP_" not in name}
     return inherited | {
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
@@ -141,11 +141,15 @@ def main() -> None:
         sampling = SamplingParams(
             temperature=0.0,
             max_tokens=max_tokens,
-            n=workload["n"],
             ignore_eos=True,
             detokenize=False,
         )
-        prompts = [{"prompt_token_ids": ids} for ids in job["prompts"][workload["name"]]]
+        # It takes no greedy request of several samples: each is a request of its own.
+        prompts = [
+            {"prompt_token_ids": ids}
+            for ids in job["prompts"][workload["name"]]
+            for _ in range(workload["n"])
+        ]
         llm.reset_prefix_cache()
         began = time.perf_counter()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
@@ -164,9 +168,8 @@ def main() -> None:
             "seconds": statistics.median(times),
             "first_token_s": statistics.median(firsts) if firsts else 0.0,
             "tokens": [
-                (prompt, sample.index, list(sample.token_ids))
-                for prompt, output in enumerate(outputs)
-                for sample in output.outputs
+                (*divmod(place, workload["n"]), list(output.outputs[0].token_ids))
+                for place, output in enumerate(outputs)
             ],
         }
     Path(job["results"]).write_text(json.dumps(found), encoding="utf-8")
