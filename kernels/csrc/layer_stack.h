@@ -1,5 +1,7 @@
-// Decoder layers one after the other in one call. The kernels are the same, in the same order, as when
-// each is called by itself: only the interpreter between them is saved, which a small step feels.
+// Decoder layers one after the other in one call. The kernels are the same, and in the same order for
+// every row, as when each is called by itself: a small step is saved the interpreter between them, and
+// a prompt goes through all but attention by blocks of rows, so that what one kernel writes is still in
+// the caches when the next reads it.
 #pragma once
 
 #include "kernels.h"
@@ -29,14 +31,15 @@ struct StackArgs {
 class LayerStack {
  public:
   LayerStack(const KernelTable& kernels, const StackArgs& args)
-      : kernels_(kernels), args_(args), rows_(args.rope.num_tokens), dtype_(args.rope.dtype),
-        threads_(args.rope.threads), q_size_(args.rope.num_heads * args.rope.head_dim),
+      : kernels_(kernels), args_(args), rows_(args.rope.num_tokens), at_once_(rows_at_once(args)),
+        dtype_(args.rope.dtype), threads_(args.rope.threads),
+        q_size_(args.rope.num_heads * args.rope.head_dim),
         kv_size_(args.rope.num_kv_heads * args.rope.head_dim) {
-    char** places[] = {&fused_, &q_, &attended_, &normed_, &gate_up_, &activated_};
-    int64_t at = 0;
+    char** places[] = {&q_, &attended_, &fused_, &normed_, &gate_up_, &activated_};
+    char* place = args.room;
     for (int i = 0; i < kParts; i++) {
-      *places[i] = args.room + at;
-      at += part_bytes(args, i);
+      *places[i] = place;
+      place += part_bytes(args, i);
     }
   }
 
@@ -52,77 +55,115 @@ class LayerStack {
   }
 
  private:
-  static constexpr int kParts = 6;
+  static constexpr int kParts = 6, kWhole = 2;  // parts, and how many of them hold all rows
+  static constexpr int64_t kRowsAtOnce = 240;
 
-  // Of what is written between two kernels: q with k and v, q, attended, normed, gate with up, activated.
+  // Some rows of the step.
+  struct Rows {
+    int64_t begin, count;
+  };
+
+  // More where many threads share the columns of a product.
+  static int64_t rows_at_once(const StackArgs& args) {
+    int64_t pairs = (args.rope.threads + 1) / 2;
+    return args.rope.num_tokens < kRowsAtOnce * pairs ? args.rope.num_tokens : kRowsAtOnce * pairs;
+  }
+
+  // Of what is written between two kernels: q, attended, q with k and v, normed, gate with up, activated.
   static int64_t part_bytes(const StackArgs& args, int part) {
     int64_t q_size = args.rope.num_heads * args.rope.head_dim;
     int64_t kv_size = args.rope.num_kv_heads * args.rope.head_dim;
-    int64_t widths[kParts] = {q_size + 2 * kv_size, q_size, q_size, args.hidden, 2 * args.ffn, args.ffn};
+    int64_t widths[kParts] = {q_size, q_size, q_size + 2 * kv_size, args.hidden, 2 * args.ffn, args.ffn};
+    int64_t rows = part < kWhole ? args.rope.num_tokens : rows_at_once(args);
     int64_t element = args.rope.dtype == kFloat32 ? 4 : 2;
-    return (args.rope.num_tokens * widths[part] * element + 63) / 64 * 64;
+    return (rows * widths[part] * element + 63) / 64 * 64;
   }
 
-  int64_t element() const { return dtype_ == kFloat32 ? 4 : 2; }
-
-  void run_layer(const LayerArgs& layer, void* kv, bool is_first) const {
-    add_and_norm(is_first ? nullptr : args_.x, layer.input_norm);
-    multiply(*layer.qkv, normed_, fused_);
-    normalize_heads(layer.q_norm, 0, q_size_, args_.q_norm_width);
-    normalize_heads(layer.k_norm, q_size_, kv_size_, args_.k_norm_width);
-    write_cache(layer, kv);
-    AttentionArgs attention = args_.attention;
-    attention.q = q_, attention.kv = kv, attention.out = attended_, attention.window = layer.window;
-    kernels_.attention(&attention);
-    multiply(*layer.output, attended_, args_.x);
-    add_and_norm(args_.x, layer.mlp_norm);
-    multiply(*layer.gate_up, normed_, gate_up_);
-    auto activate = args_.is_gelu ? kernels_.gelu_tanh_and_mul : kernels_.silu_and_mul;
-    activate(gate_up_, activated_, rows_, args_.ffn, dtype_, threads_);
-    multiply(*layer.down, activated_, args_.x);
+  // The place of an element.
+  char* at(void* data, int64_t index) const {
+    return (char*)data + index * (dtype_ == kFloat32 ? 4 : 2);
   }
 
-  // residual += x, and its norm.
-  void add_and_norm(const void* x, const void* weight) const {
-    if (x == nullptr) {
-      kernels_.rms_norm(args_.residual, weight, normed_, rows_, args_.hidden, args_.eps, dtype_,
-                        threads_);
-    } else {
-      kernels_.add_rms_norm(x, args_.residual, weight, normed_, rows_, args_.hidden, args_.eps,
-                            dtype_, threads_);
+  template <typename Work>
+  void by_blocks(Work work) const {
+    for (int64_t begin = 0; begin < rows_; begin += at_once_) {
+      work(Rows{begin, rows_ - begin < at_once_ ? rows_ - begin : at_once_});
     }
   }
 
-  void multiply(LinearArgs linear, const void* x, void* out) const {
-    linear.x = x, linear.out = out, linear.rows = rows_, linear.x_dtype = dtype_;
+  void run_layer(const LayerArgs& layer, void* kv, bool is_first) const {
+    by_blocks([&](Rows rows) { project(layer, kv, rows, is_first); });
+    AttentionArgs attention = args_.attention;
+    attention.q = q_, attention.kv = kv, attention.out = attended_, attention.window = layer.window;
+    kernels_.attention(&attention);
+    by_blocks([&](Rows rows) { feed_forward(layer, rows); });
+  }
+
+  // From the residual to q and to K and V in the cache.
+  void project(const LayerArgs& layer, void* kv, Rows rows, bool is_first) const {
+    add_and_norm(is_first ? nullptr : args_.x, layer.input_norm, rows);
+    multiply(*layer.qkv, normed_, fused_, rows.count);
+    normalize_heads(layer.q_norm, 0, q_size_, args_.q_norm_width, rows.count);
+    normalize_heads(layer.k_norm, q_size_, kv_size_, args_.k_norm_width, rows.count);
+    write_cache(layer, kv, rows);
+  }
+
+  // From attention to what is still to be added to the residual.
+  void feed_forward(const LayerArgs& layer, Rows rows) const {
+    char* x = at(args_.x, rows.begin * args_.hidden);
+    multiply(*layer.output, at(attended_, rows.begin * q_size_), x, rows.count);
+    add_and_norm(args_.x, layer.mlp_norm, rows);
+    multiply(*layer.gate_up, normed_, gate_up_, rows.count);
+    auto activate = args_.is_gelu ? kernels_.gelu_tanh_and_mul : kernels_.silu_and_mul;
+    activate(gate_up_, activated_, rows.count, args_.ffn, dtype_, threads_);
+    multiply(*layer.down, activated_, x, rows.count);
+  }
+
+  // residual += x, and its norm.
+  void add_and_norm(void* x, const void* weight, Rows rows) const {
+    char* residual = at(args_.residual, rows.begin * args_.hidden);
+    if (x == nullptr) {
+      kernels_.rms_norm(residual, weight, normed_, rows.count, args_.hidden, args_.eps, dtype_,
+                        threads_);
+    } else {
+      kernels_.add_rms_norm(at(x, rows.begin * args_.hidden), residual, weight, normed_, rows.count,
+                            args_.hidden, args_.eps, dtype_, threads_);
+    }
+  }
+
+  void multiply(LinearArgs linear, const void* x, void* out, int64_t count) const {
+    linear.x = x, linear.out = out, linear.rows = count, linear.x_dtype = dtype_;
     kernels_.linear(&linear);
   }
 
   // `size` elements of each token from `begin` on, in runs as long as the weight.
-  void normalize_heads(const void* weight, int64_t begin, int64_t size, int64_t width) const {
+  void normalize_heads(const void* weight, int64_t begin, int64_t size, int64_t width,
+                       int64_t count) const {
     if (weight == nullptr) return;
-    for (int64_t t = 0; t < rows_; t++) {
-      char* heads = fused_ + (t * (q_size_ + 2 * kv_size_) + begin) * element();
+    for (int64_t t = 0; t < count; t++) {
+      char* heads = at(fused_, t * (q_size_ + 2 * kv_size_) + begin);
       kernels_.rms_norm(heads, weight, heads, size / width, width, args_.eps, dtype_, threads_);
     }
   }
 
-  void write_cache(const LayerArgs& layer, void* kv) const {
+  void write_cache(const LayerArgs& layer, void* kv, Rows rows) const {
     RopeArgs rope = args_.rope;
     rope.q = fused_;
-    rope.k = fused_ + q_size_ * element();
-    rope.v = fused_ + (q_size_ + kv_size_) * element();
+    rope.k = at(fused_, q_size_);
+    rope.v = at(fused_, q_size_ + kv_size_);
     rope.q_stride = rope.k_stride = rope.v_stride = q_size_ + 2 * kv_size_;
-    rope.q_out = q_, rope.kv = kv, rope.cos_sin = layer.cos_sin, rope.rotary_dim = layer.rotary_dim;
+    rope.positions += rows.begin, rope.slots += rows.begin, rope.num_tokens = rows.count;
+    rope.q_out = at(q_, rows.begin * q_size_), rope.kv = kv;
+    rope.cos_sin = layer.cos_sin, rope.rotary_dim = layer.rotary_dim;
     kernels_.rope_and_cache(&rope);
   }
 
   const KernelTable& kernels_;
   const StackArgs& args_;
-  int64_t rows_;
+  int64_t rows_, at_once_;
   int32_t dtype_, threads_;
   int64_t q_size_, kv_size_;
-  char *fused_, *q_, *attended_, *normed_, *gate_up_, *activated_;
+  char *q_, *attended_, *fused_, *normed_, *gate_up_, *activated_;
 };
 
 }  // namespace pagefleet

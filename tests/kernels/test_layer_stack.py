@@ -31,7 +31,7 @@ def make_layer(backend: CpuBackend, dtype: torch.dtype, has_qk_norm: bool) -> Pl
         mlp_norm=torch.rand(HIDDEN).to(dtype),
         gate_up=backend.pack_linear(weight(2 * FFN, HIDDEN)),
         down=backend.pack_linear(weight(HIDDEN, FFN)),
-        cos_sin=make_cos_sin(128, 20),
+        cos_sin=make_cos_sin(512, 20),
         window=9 if has_qk_norm else None,
     )
 
@@ -75,7 +75,9 @@ def run_one_by_one(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weight_dtype", [None, torch.int8])
-@pytest.mark.parametrize("query_lens", [[1], [1, 1, 1, 5, 40]], ids=["one", "mixed"])
+@pytest.mark.parametrize(
+    "query_lens", [[1], [1, 1, 1, 5, 40], [1, 300, 7, 230]], ids=["one", "mixed", "by blocks"]
+)
 @pytest.mark.parametrize(
     ("has_qk_norm", "shape"),
     [(False, SHAPE), (True, replace(SHAPE, is_gelu=True, soft_cap=8.0))],

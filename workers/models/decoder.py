@@ -26,8 +26,6 @@ from .experts import mix_experts
 from .rope import cos_sin_table
 from .weights import DecoderWeights, ExpertsWeights, LayerWeights, MlpWeights
 
-_MAX_STACKED_TOKENS = 256  # of more the interpreter's part is small, and what lies between is not
-
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:
@@ -85,7 +83,7 @@ class Decoder:
         eps, last = config.rms_norm_eps, config.num_layers - 1
         residual = self._embed(token_ids)
         all_wanted = output_rows is None or len(output_rows) == len(token_ids)
-        num_stacked = self._num_stacked(len(token_ids), kv_layers) - (not all_wanted)
+        num_stacked = self._num_stacked(kv_layers) - (not all_wanted)
         if num_stacked > 0:
             x = self._run_stack(num_stacked, residual, kv_layers, metadata)
         else:
@@ -162,9 +160,9 @@ class Decoder:
             config.layers[index].window,
         )
 
-    def _num_stacked(self, num_tokens: int, kv_layers: Sequence[Tensor]) -> int:
+    def _num_stacked(self, kv_layers: Sequence[Tensor]) -> int:
         """How many layers can run in one call: all or none."""
-        if self._stack is None or num_tokens > _MAX_STACKED_TOKENS:
+        if self._stack is None:
             return 0
         is_narrower = kv_layers[0].dtype != self._weights.final_norm.dtype
         return 0 if is_narrower else self.config.num_layers
