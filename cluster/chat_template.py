@@ -19,6 +19,7 @@ from .tool_calls import Tool, format_of, with_instructions
 
 # The public proto's name; the HTTP front calls it "messages".
 FIELD = "chat.messages"
+_EFFORT, _SWITCH = "reasoning_effort", "enable_thinking"
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "self")
 
 
@@ -34,7 +35,8 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _now  # pyright: ignore[reportArgumentType]
         self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
-        self.knows_tools = "tools" in find_undeclared_variables(environment.parse(source))
+        self._variables = find_undeclared_variables(environment.parse(source))
+        self.knows_tools = "tools" in self._variables
         self.tool_format = format_of(source, knows_tools=self.knows_tools)
         self.splits_reasoning = reasoning.CLOSE in source
 
@@ -61,11 +63,22 @@ class ChatTemplate:
                 tools=[tool.as_json for tool in tools] or None,
                 add_generation_prompt=True,
                 **self._special_tokens,
-                **(variables or {}),
+                **self._with_effort(variables or {}),
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             problem = f"the model's chat template refuses them: {error}"
             raise InvalidArgument(FIELD, problem) from error
+
+    def _with_effort(self, variables: Mapping[str, object]) -> Mapping[str, object]:
+        """How much to think, in the words that the template has for it: levels, or a switch."""
+        effort = variables.get(_EFFORT)
+        if effort is None or _EFFORT in self._variables:
+            return variables
+        if _SWITCH in self._variables:
+            return {_SWITCH: effort != "none"} | dict(variables)
+        if effort == "none" and not self.splits_reasoning:
+            return variables
+        raise InvalidArgument(_EFFORT, "the model's chat template has no word for it")
 
 
 def _refuse(message: str) -> NoReturn:

@@ -4,6 +4,7 @@ once, while waiting as well as while sending. Knows ASGI, nothing of models.
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar, cast
 
@@ -15,6 +16,8 @@ from ..protos.errors import InvalidArgument, RequestCancelled, Unavailable
 
 T = TypeVar("T")
 
+_FITS_HEADER = re.compile("[!-~]{1,256}")
+
 
 class JsonResponse(Response):
     """JSON in ASCII: an error may quote what no UTF-8 can hold."""
@@ -23,6 +26,18 @@ class JsonResponse(Response):
 
     def render(self, content: object) -> bytes:
         return to_json(content).encode("ascii")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.headers.update(_id_headers(scope))
+        await super().__call__(scope, receive, send)
+
+
+def _id_headers(scope: Scope) -> dict[str, str]:
+    """The id that the request has got, where a header can hold it: clients choose their own."""
+    name: object = scope.get("state", {}).get("request_id")
+    if isinstance(name, str) and _FITS_HEADER.fullmatch(name):
+        return {"x-request-id": name}
+    return {}
 
 
 def to_json(content: object) -> str:
@@ -90,6 +105,7 @@ class EventStream(Response):
         self._named = named
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.headers.update(_id_headers(scope))
         try:
             await or_disconnect(receive, self._send(send))
         except (RequestCancelled, Unavailable):

@@ -1,6 +1,6 @@
 """OpenAI-style HTTP on the gateway: chats, completions, models, health.
 
-    body ─► openai_schema ─► GenerateCall ─► gateway ─► OutputDelta ─► openai_format ─► client
+    body ─► *_schema ─► GenerateCall ─► gateway ─► OutputDelta ─► *_format ─► client
 
 Turns bodies into calls and errors of the tree into statuses; decides nothing. An error that comes
 before the first token has its own status, a later one ends the stream with an error event.
@@ -9,6 +9,7 @@ before the first token has its own status, a later one ends the stream with an e
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,15 +19,16 @@ from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from ..protos.errors import InternalError, InvalidArgument, ModelNotFound, PagefleetError
+from ..protos.errors import InvalidArgument, ModelNotFound, PagefleetError
 from ..protos.messages import TraceContext
 from .access import Access, Caller
+from .chat_schema import ChatBody
 from .dashboard.pages import add_dashboard
 from .gateway import Gateway
 from .generation import GenerateCall, GenerationUsage, OutputDelta, Prompt, merge_deltas
+from .http_errors import answer_errors, error_body, problem_of
 from .http_streams import EventStream, JsonResponse, or_disconnect, read_body
 from .live_generation import LiveGeneration
 from .metrics import GatewayMetrics
@@ -38,13 +40,11 @@ from .openai_format import (
     Format,
     Json,
     envelope,
-    error_body,
-    error_headers,
     finish,
     sample_details,
     usage_body,
 )
-from .openai_schema import ChatBody, CompletionBody, RequestBody, problem_of
+from .openai_schema import CompletionBody, RequestBody
 from .responses_format import ResponseWriter
 from .responses_schema import ResponsesBody
 
@@ -62,7 +62,7 @@ BodyT = TypeVar("BodyT", bound=RequestBody)
 def make_app(gateway: Gateway, access: Access | None = None) -> FastAPI:
     """The application; run it in the gateway's loop."""
     app = FastAPI(title="pagefleet", docs_url=None, redoc_url=None, openapi_url=None)
-    _add_error_handlers(app, gateway.metrics)
+    answer_errors(app, gateway.metrics)
     access = access or Access()
     endpoints = OpenAIEndpoints(gateway, access)
     app.add_api_route("/v1/chat/completions", endpoints.chat, methods=["POST"])
@@ -86,11 +86,12 @@ class _Answer:
     generations: Sequence[LiveGeneration]
     format: Format
     num_samples: int
+    created: int
 
-    @property
-    def model(self) -> str:
-        """All have the same."""
-        return self.generations[0].model.card.model
+    def envelope(self, kind: str) -> Json:
+        """What its body, or each of its chunks, begins with."""
+        model = self.generations[0].model.card.model  # all have the same
+        return envelope(kind, self.request_id, model, self.created)
 
     async def close(self) -> None:
         """Stop what still runs."""
@@ -109,21 +110,22 @@ class OpenAIEndpoints:
         """POST /v1/chat/completions"""
         caller = self._identify(request)
         body = await _parse(request, ChatBody)
-        call = _call(request, caller, body, body.prompt, "chatcmpl")
+        call = _call(request, caller, body, body.prompt, _name(request, body, "chatcmpl"))
         return await self._answer(request, body, [call], ChatFormat(body.offered))
 
     async def complete(self, request: Request) -> Response:
         """POST /v1/completions"""
         caller = self._identify(request)
         body = await _parse(request, CompletionBody)
-        calls = [_call(request, caller, body, prompt, "cmpl") for prompt in body.prompts]
+        name = _name(request, body, "cmpl")
+        calls = [_call(request, caller, body, prompt, name) for prompt in body.prompts]
         return await self._answer(request, body, calls, CompletionFormat())
 
     async def respond(self, request: Request) -> Response:
         """POST /v1/responses"""
         caller = self._identify(request)
         body = await _parse(request, ResponsesBody)
-        call = _call(request, caller, body, body.prompt, "resp")
+        call = _call(request, caller, body, body.prompt, _name(request, body, "resp"))
         generation = await self._gateway.generate(call)
         writer = ResponseWriter(body, generation, call.request_id)
         is_handed_over = False
@@ -189,7 +191,8 @@ class OpenAIEndpoints:
         self, request: Request, body: RequestBody, calls: list[GenerateCall], form: Format
     ) -> Response:
         generations: list[LiveGeneration] = []
-        answer = _Answer(calls[0].request_id, generations, form, body.num_samples)
+        created = int(time.time())
+        answer = _Answer(calls[0].request_id, generations, form, body.num_samples, created)
         is_handed_over = False
         try:
             for call in calls:
@@ -213,13 +216,21 @@ async def _parse(request: Request, kind: type[BodyT]) -> BodyT:
     try:
         body = kind.model_validate_json(data)
     except ValidationError as error:
-        raise problem_of(error) from None
+        raise problem_of(error, data) from None
+    request.state.names = body.names
     body.refuse_unsupported()
     return body
 
 
+def _name(request: Request, body: RequestBody, prefix: str) -> str:
+    """One id for all prompts of a body, in its answer and in the answer's headers."""
+    name = body.request_id or f"{prefix}-{secrets.token_hex(12)}"
+    request.state.request_id = name
+    return name
+
+
 def _call(
-    request: Request, caller: Caller, body: RequestBody, prompt: Prompt, prefix: str
+    request: Request, caller: Caller, body: RequestBody, prompt: Prompt, request_id: str
 ) -> GenerateCall:
     assert isinstance(body, ChatBody | CompletionBody | ResponsesBody), (
         f"no endpoint takes {type(body)}"
@@ -229,10 +240,10 @@ def _call(
         prompt=prompt,
         model=body.model,
         sampling=body.sampling_params,
-        cache_salt=body.cache_salt,
+        cache_salt=body.cache_salt or "",
         admission_class=body.admission,
         priority=body.priority,
-        request_id=body.request_id or f"{prefix}-{secrets.token_hex(12)}",
+        request_id=request_id,
         deadline_s=_timeout_s(headers.get(TIMEOUT_HEADER)),
         retry_token=headers.get(RETRY_TOKEN_HEADER, ""),
         trace=_trace(headers),
@@ -266,7 +277,7 @@ async def _whole(answer: _Answer) -> Json:
             choice = answer.format.choice(generation).whole(output)
             choices.append({"index": len(choices)} | choice)
             usages += [output.usage] if output.usage is not None else []
-    body = envelope(answer.format.whole_object, answer.request_id, answer.model)
+    body = answer.envelope(answer.format.whole_object)
     return body | {
         "choices": choices,
         "usage": usage_body(usages, answer.num_samples),
@@ -326,7 +337,7 @@ def _choices(
 
 
 def _chunk(answer: _Answer, choices: list[Json], wants_usage: bool) -> Json:
-    chunk = envelope(answer.format.chunk_object, answer.request_id, answer.model)
+    chunk = answer.envelope(answer.format.chunk_object)
     chunk["choices"] = choices
     if wants_usage:
         chunk["usage"] = None  # OpenAI's chunks have the key, empty, when usage was asked for
@@ -381,7 +392,8 @@ async def _events(
         if is_first:
             raise
         metrics.count_error("http", error)
-        yield writer.fail(error)
+        for event in writer.fail(error):
+            yield event
 
 
 async def _close_response(events: AsyncGenerator[object, None], generation: LiveGeneration) -> None:
@@ -409,37 +421,3 @@ def _model(model: ServedModel) -> Json:
         "owned_by": "pagefleet",
         "max_model_len": card.max_context,
     }
-
-
-# -- errors ----------------------------------------------------------------------------------
-
-
-def _add_error_handlers(app: FastAPI, metrics: GatewayMetrics) -> None:
-    """Every error leaves as `{"error": …}`, also those of the framework."""
-
-    def answer(error: PagefleetError) -> Response:
-        metrics.count_error("http", error)
-        return _error_response(error)
-
-    async def ours(_: Request, error: Exception) -> Response:
-        assert isinstance(error, PagefleetError), f"registered for the tree, got {error!r}"
-        return answer(error)
-
-    async def framework(_: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException), f"registered for HTTP errors, got {error!r}"
-        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-        body = {"message": error.detail, "type": kind, "param": None, "code": None}
-        return JsonResponse({"error": body}, status_code=error.status_code, headers=error.headers)
-
-    async def bug(_: Request, error: Exception) -> Response:
-        return answer(InternalError("a fault in the server; its log says more"))
-
-    app.add_exception_handler(PagefleetError, ours)
-    app.add_exception_handler(HTTPException, framework)
-    app.add_exception_handler(Exception, bug)
-
-
-def _error_response(error: PagefleetError) -> Response:
-    return JsonResponse(
-        error_body(error), status_code=error.http_status, headers=error_headers(error)
-    )

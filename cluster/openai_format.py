@@ -1,14 +1,11 @@
-"""OpenAI-style answers out of the gateway's deltas: whole bodies, stream chunks, errors.
+"""OpenAI-style answers out of the gateway's deltas: whole bodies and stream chunks.
 
 Knows shapes only. What OpenAI has no word for stands under the key "pagefleet".
 """
 
-import math
-import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from ..protos.errors import InvalidArgument, PagefleetError
 from ..protos.messages import FinishReason, TokenLogprobs
 from .chat_reader import ChatReader
 from .detokenizer import TokenPieces
@@ -17,55 +14,6 @@ from .live_generation import LiveGeneration
 from .tool_calls import Tool, ToolCall
 
 Json = dict[str, object]
-
-_ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-    504: "timeout_error",
-}
-# Where the public proto and OpenAI call the same thing by different names.
-_PARAMS = {
-    "text": "prompt",
-    "token_ids": "prompt",
-    "token_ids.ids": "prompt",
-    "chat": "messages",
-    "chat.messages": "messages",
-    "sampling.beam_width": "n",
-}
-
-
-def error_body(error: PagefleetError) -> Json:
-    """`{"error": …}` as OpenAI's clients read it."""
-    param = None
-    if isinstance(error, InvalidArgument):
-        param = _PARAMS.get(error.field, error.field.removeprefix("sampling."))
-    message = error.message
-    if isinstance(error, InvalidArgument):
-        message = f"{param}: {error.problem}"
-    return {
-        "error": {
-            "message": message,
-            "type": _ERROR_TYPES.get(error.http_status, "server_error"),
-            "param": param,
-            "code": error.reason.lower(),
-        }
-    }
-
-
-def error_headers(error: PagefleetError) -> dict[str, str]:
-    """When to come back: whole seconds for everyone, milliseconds for who reads them."""
-    headers: dict[str, str] = {}
-    if error.retry_after_s is not None:
-        headers["retry-after"] = str(math.ceil(error.retry_after_s))
-        headers["retry-after-ms"] = str(round(error.retry_after_s * 1000))
-    if error.retry_token:
-        headers["retry-token"] = error.retry_token
-    if error.http_status == 401:
-        headers["www-authenticate"] = "Bearer"
-    return headers
 
 
 class ShownTokens:
@@ -290,9 +238,9 @@ def sample_details(
     }
 
 
-def envelope(kind: str, request_id: str, model: str) -> Json:
-    """What every body and chunk begins with."""
-    return {"id": request_id, "object": kind, "created": int(time.time()), "model": model}
+def envelope(kind: str, request_id: str, model: str, created: int) -> Json:
+    """What every body and chunk begins with; all chunks of a stream with the same."""
+    return {"id": request_id, "object": kind, "created": created, "model": model}
 
 
 def _token(pieces: TokenPieces, token_id: int, logprob: float) -> Json:

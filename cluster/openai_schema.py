@@ -1,31 +1,57 @@
-"""The bodies of OpenAI-style requests, and what they mean for the gateway.
+"""What the bodies of OpenAI-style requests have in common, and the body of `/v1/completions`.
 
 Field names are OpenAI's, further ones vLLM's where the meaning is equal. What is not supported is
-refused by name, never ignored; names nobody knows are ignored, as OpenAI's servers do.
+refused by name, never ignored. What only concerns OpenAI's own books and caches (user, metadata,
+store, service_tier, prompt_cache_key, …) changes nothing here and is let through, as are names
+nobody knows.
 """
 
-import json
-from typing import Annotated, ClassVar, Literal, cast
+from typing import Annotated, ClassVar, Literal, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 from ..protos.errors import InvalidArgument
 from ..protos.messages import AdmissionClass, SamplingParams
 from . import grammar
-from .generation import ChatMessage, ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from .tool_calls import ForcedCall, Tool
+from .generation import Prompt, TextPrompt, TokenPrompt
 
 _UINT64 = 2**64
 _MAX_PROMPTS = 128
-_MAX_TOOLS = 128
-_ROLES = {"developer": "system"}  # OpenAI's newer name; templates know the old one
+_MAX_ENTRIES = 1024
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chats have none
+# Older names of what is there.
+_INSTEAD = {
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "guided_json": "structured_outputs",
+    "guided_regex": "structured_outputs",
+    "guided_choice": "structured_outputs",
+    "guided_grammar": "structured_outputs",
+}
+
+T = TypeVar("T")
+# One mistake is enough: millions of them in a body would take gigabytes to tell of.
+Items = Annotated[list[T], Field(fail_fast=True)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def _refuse_many(value: object) -> object:
+    num_entries = len(cast("dict[str, object]", value)) if isinstance(value, dict) else 0
+    if num_entries > _MAX_ENTRIES:
+        most = {"most": _MAX_ENTRIES}
+        raise PydanticCustomError("too_many", "has more than {most} entries", most)
+    return value
+
+
+Entries = Annotated[dict[str, T], BeforeValidator(_refuse_many)]
 
 
 class StreamOptions(BaseModel):
     """`include_usage`: a last chunk with the usage of the whole request."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class NamedSchema(BaseModel):
@@ -66,7 +92,7 @@ class StructuredOutputs(BaseModel):
     json_: dict[str, object] | str | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar_: str | None = Field(default=None, alias="grammar")
 
     @property
@@ -89,30 +115,42 @@ class RequestBody(BaseModel):
     """What chats and completions have in common."""
 
     model_config = ConfigDict(strict=True, extra="allow")
-    unsupported: ClassVar[tuple[str, ...]] = ("best_of",)
+    unsupported: ClassVar[tuple[str, ...]] = (
+        "best_of",
+        "moderation",
+        "prompt_logprobs",
+        "include_stop_str_in_output",
+        "bad_words",
+        "allowed_token_ids",
+        "truncate_prompt_tokens",
+        "logits_processors",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        *_INSTEAD,
+    )
 
     model: str = ""
     max_tokens: int | None = None
     min_tokens: int = 0
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int = 0
-    min_p: float = 0.0
+    top_k: int | None = None
+    min_p: float | None = None
     n: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     use_beam_search: bool = False
     length_penalty: float = 1.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Entries[float] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    cache_salt: str = ""
+    cache_salt: str | None = None
     priority: int = 0
     admission_class: str = AdmissionClass.STANDARD.value
     request_id: str = ""
@@ -125,7 +163,14 @@ class RequestBody(BaseModel):
             value = (self.model_extra or {}).get(name)
             is_neutral = value is None or value is False or value in ("", [])
             if not is_neutral and (name, value) != ("best_of", 1):
-                raise InvalidArgument(name, "is not supported")
+                instead = f"; use {_INSTEAD[name]}" if name in _INSTEAD else ""
+                raise InvalidArgument(name, f"is not supported{instead}")
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What the client calls a field, where the public proto has another name for it."""
+        is_vllms = self.structured_outputs is not None and self.response_format is None
+        return {grammar.FIELD: "structured_outputs"} if is_vllms else {}
 
     @property
     def grammar(self) -> str:
@@ -144,7 +189,7 @@ class RequestBody(BaseModel):
     @property
     def wants_usage_chunk(self) -> bool:
         """Whether a stream ends with the usage of the whole request."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def admission(self) -> AdmissionClass:
@@ -167,16 +212,16 @@ class RequestBody(BaseModel):
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,
             temperature=0.0 if is_greedy else _or(self.temperature, 1.0),
-            top_k=max(self.top_k, 0) if self.top_k == -1 else self.top_k,  # -1 is vLLM's "off"
+            top_k=0 if self.top_k is None or self.top_k == -1 else self.top_k,  # -1 is vLLM's "off"
             top_p=_or(self.top_p, 1.0),
-            min_p=self.min_p,
+            min_p=_or(self.min_p, 0.0),
             # OpenAI's seeds are signed; the same bits are as good
             seed=self.seed % _UINT64 if self.seed is not None and self.seed < 0 else self.seed,
             n=self.num_samples,
             stop=self._stop_strings(),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
-            repetition_penalty=self.repetition_penalty,
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
             presence_penalty=_or(self.presence_penalty, 0.0),
             frequency_penalty=_or(self.frequency_penalty, 0.0),
             logit_bias=self._logit_bias(),
@@ -200,185 +245,18 @@ class RequestBody(BaseModel):
             raise InvalidArgument("sampling.logit_bias", "its keys are token ids") from None
 
 
-class TextPart(BaseModel):
-    """A part of a message's content; only text is understood."""
-
-    type: Literal["text"]
-    text: str
-
-
-class CalledFunction(BaseModel):
-    """A call that the assistant has made. arguments: JSON text."""
-
-    model_config = ConfigDict(strict=True)
-
-    name: str
-    arguments: str
-
-    @property
-    def as_json(self) -> dict[str, object]:
-        """As templates read it: arguments as values, where they are some."""
-        try:
-            arguments: object = json.loads(self.arguments)
-        except (ValueError, RecursionError):
-            arguments = self.arguments
-        return {"name": self.name, "arguments": arguments}
-
-
-class MadeCall(BaseModel):
-    """An entry of an assistant message's `tool_calls`."""
-
-    model_config = ConfigDict(strict=True)
-
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class Message(BaseModel):
-    """One message of a conversation."""
-
-    model_config = ConfigDict(strict=True)
-
-    role: str
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_calls: list[MadeCall] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-
-    def as_template_message(self) -> ChatMessage:
-        """What a chat template reads; what is not there is left out."""
-        message: dict[str, object] = {"role": _ROLES.get(self.role, self.role)}
-        if self.content is None or isinstance(self.content, str):
-            message["content"] = self.content or ""
-        else:
-            message["content"] = "".join(part.text for part in self.content)
-        for name in ("name", "tool_call_id", "reasoning_content"):
-            value = getattr(self, name)
-            if value is not None:
-                message[name] = value
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": call.type, "function": call.function.as_json}
-                for call in self.tool_calls
-            ]
-        return message
-
-
-class OfferedFunction(BaseModel):
-    """A function that the model may call."""
-
-    model_config = ConfigDict(strict=True)
-
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
-    description: str | None = None
-    parameters: dict[str, object] | None = None
-
-    @property
-    def tool(self) -> Tool:
-        """As the gateway knows it."""
-        if self.parameters is None:
-            return Tool(self.name, self.description or "")
-        return Tool(self.name, self.description or "", self.parameters)
-
-
-class OfferedTool(BaseModel):
-    """An entry of `tools`."""
-
-    model_config = ConfigDict(strict=True)
-
-    type: Literal["function"]
-    function: OfferedFunction
-
-
-class ChosenName(BaseModel):
-    """The function of a `tool_choice`."""
-
-    model_config = ConfigDict(strict=True)
-
-    name: str
-
-
-class ChosenTool(BaseModel):
-    """A `tool_choice` that names one function."""
-
-    model_config = ConfigDict(strict=True)
-
-    type: Literal["function"]
-    function: ChosenName
-
-
-class ChatBody(RequestBody):
-    """`POST /v1/chat/completions`."""
-
-    unsupported = (
-        *RequestBody.unsupported,
-        "functions",
-        "function_call",
-        "audio",
-        "prediction",
-        "web_search_options",
-    )
-
-    messages: list[Message]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = False
-    top_logprobs: int | None = None
-    tools: list[OfferedTool] | None = Field(default=None, max_length=_MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
-    parallel_tool_calls: bool | None = True
-    chat_template_kwargs: dict[str, object] | None = None
-
-    def refuse_unsupported(self) -> None:
-        """Also what contradicts itself."""
-        super().refuse_unsupported()
-        if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidArgument("top_logprobs", "needs logprobs to be true")
-        if self.tool_choice not in (None, "none", "auto") and not self.tools:
-            raise InvalidArgument("tool_choice", "needs tools")
-        names = [tool.function.name for tool in self.tools or ()]
-        if len(set(names)) < len(names):
-            raise InvalidArgument("tools", "two have the same name")
-
-    @property
-    def offered(self) -> tuple[Tool, ...]:
-        """What the model is told of; nothing where it may not call."""
-        if self.tool_choice == "none":
-            return ()
-        return tuple(tool.function.tool for tool in self.tools or ())
-
-    @property
-    def prompt(self) -> ChatPrompt:
-        """The conversation."""
-        return ChatPrompt(
-            [message.as_template_message() for message in self.messages],
-            self.offered,
-            self._forced_call,
-            self.chat_template_kwargs or {},
-        )
-
-    @property
-    def _forced_call(self) -> ForcedCall | None:
-        several = self.parallel_tool_calls is not False
-        if isinstance(self.tool_choice, ChosenTool):
-            return ForcedCall(self.tool_choice.function.name, several=False)
-        return ForcedCall(several=several) if self.tool_choice == "required" else None
-
-    @property
-    def sampling_params(self) -> SamplingParams:
-        """Up to the model's context where no limit is given."""
-        newer = self.max_completion_tokens
-        return self.sampling(
-            max_tokens=self.max_tokens if newer is None else newer,
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-        )
+def template_kwargs(
+    given: dict[str, object] | None, effort: ReasoningEffort | None
+) -> dict[str, object]:
+    """Further variables of a chat template; the effort is one of them."""
+    said: dict[str, object] = {} if effort is None else {"reasoning_effort": effort}
+    return said | (given or {})
 
 
 def _prompt_kind(value: object) -> str:
-    if isinstance(value, str):
+    if not isinstance(value, list):
         return "text"
-    items = cast(list[object], value) if isinstance(value, list) else []
+    items = cast(list[object], value)
     first = items[0] if items else 0
     if isinstance(first, str):
         return "texts"
@@ -389,9 +267,9 @@ def _prompt_kind(value: object) -> str:
 # three shapes that were never meant.
 _PromptField = Annotated[
     Annotated[str, Tag("text")]
-    | Annotated[list[str], Tag("texts")]
-    | Annotated[list[int], Tag("tokens")]
-    | Annotated[list[list[int]], Tag("token_lists")],
+    | Annotated[Items[str], Tag("texts")]
+    | Annotated[Items[int], Tag("tokens")]
+    | Annotated[Items[Items[int]], Tag("token_lists")],
     Discriminator(_prompt_kind),
 ]
 
@@ -429,23 +307,6 @@ class CompletionBody(RequestBody):
     def sampling_params(self) -> SamplingParams:
         """16 tokens where no limit is given, as OpenAI has it."""
         return self.sampling(max_tokens=self.max_tokens, logprobs=self.logprobs)
-
-
-def problem_of(error: ValidationError) -> InvalidArgument:
-    """The first thing that is wrong with a body, by the path of its field."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    tags = (
-        "text",
-        "texts",
-        "tokens",
-        "token_lists",
-        "str",
-        "list[TextPart]",
-        "ChosenTool",
-        "items",
-    )
-    path = [str(step) for step in first["loc"] if step not in tags]
-    return InvalidArgument(".".join(path) or "body", first["msg"])
 
 
 def _or(value: float | None, default: float) -> float:

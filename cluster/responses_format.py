@@ -1,6 +1,6 @@
 """The answers of `/v1/responses`: one object, or the events that build it.
 
-    response.created, in_progress ─► per item: added, deltas, done ─► completed | incomplete
+    response.created, in_progress ─► per item: added, deltas, done ─► completed, incomplete, failed
 
 An item is a message, a function call, or the model's reasoning. Knows shapes only.
 """
@@ -15,15 +15,9 @@ from ..protos.errors import PagefleetError
 from ..protos.messages import FinishReason, TokenLogprobs
 from .chat_reader import ChatPart, ChatReader
 from .generation import GenerationUsage, OutputDelta
+from .http_errors import error_body
 from .live_generation import LiveGeneration
-from .openai_format import (
-    Json,
-    ShownTokens,
-    error_body,
-    sample_details,
-    token_logprobs,
-    usage_body,
-)
+from .openai_format import Json, ShownTokens, sample_details, token_logprobs, usage_body
 from .responses_schema import ResponsesBody
 from .tool_calls import ToolCall
 
@@ -106,12 +100,14 @@ class ResponseWriter:
             kind = "response.completed" if self._is_complete else "response.incomplete"
             yield self._event(kind, response=self.response)
 
-    def fail(self, error: PagefleetError) -> Json:
-        """The event of an error after the first one."""
+    def fail(self, error: PagefleetError) -> Iterator[Json]:
+        """The events of an error after the first one: what it was, and how the response ends."""
         problem = cast(Json, error_body(error)["error"])
-        return self._event(
-            "error", code=problem["code"], message=problem["message"], param=problem["param"]
-        )
+        message = problem["message"]
+        yield self._event("error", code=problem["code"], message=message, param=problem["param"])
+        code = "rate_limit_exceeded" if error.http_status == 429 else "server_error"
+        failed = self._response("failed") | {"error": {"code": code, "message": message}}
+        yield self._event("response.failed", response=failed)
 
     @property
     def response(self) -> Json:
@@ -164,7 +160,8 @@ class ResponseWriter:
         extra: Json = {"logprobs": item.logprobs} if item.kind == "output_text" else {}
         yield self._part_event(f"response.{item.kind}.done", text=item.text, **extra)
         yield self._part_event("response.content_part.done", part=item.part)
-        done = item.item("completed")
+        is_cut = self._reason not in (None, FinishReason.STOP)
+        done = item.item("incomplete" if is_cut else "completed")
         self._items.append(done)
         self._open = None
         yield self._event("response.output_item.done", output_index=item.index, item=done)
@@ -213,13 +210,14 @@ class ResponseWriter:
     def _response(self, status: str) -> Json:
         body, usage = self._body, self._usage
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        output = [*self._items, *([] if self._open is None else [self._open.item("incomplete")])]
         response: Json = {
             "id": self._id,
             "object": "response",
             "created_at": self._created_at,
             "status": status,
             "model": self._generation.model.card.model,
-            "output": list(self._items),
+            "output": output,
             "error": None,
             "incomplete_details": details,
             "instructions": body.instructions,
@@ -230,6 +228,7 @@ class ResponseWriter:
             "tool_choice": _as_sent(body, "tool_choice") or "auto",
             "tools": _as_sent(body, "tools") or [],
             "text": _as_sent(body, "text") or {"format": {"type": "text"}},
+            "reasoning": _as_sent(body, "reasoning"),
             "max_output_tokens": body.max_output_tokens,
             "previous_response_id": None,
             "store": False,
@@ -246,9 +245,13 @@ def _as_sent(body: ResponsesBody, name: str) -> object:
 
 def _usage(usage: GenerationUsage, num_reasoning_tokens: int) -> Json:
     counted = usage_body([usage], 1)
+    written = usage.prompt_tokens - usage.cached_tokens  # what was not there yet
     return {
         "input_tokens": counted["prompt_tokens"],
-        "input_tokens_details": counted["prompt_tokens_details"],
+        "input_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "cache_write_tokens": written,
+        },
         "output_tokens": counted["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
         "total_tokens": counted["total_tokens"],

@@ -13,11 +13,12 @@ from ..protos.errors import InvalidArgument
 from ..protos.messages import SamplingParams
 from . import grammar
 from .generation import ChatMessage, ChatPrompt
-from .openai_schema import RequestBody
+from .openai_schema import Entries, Items, ReasoningEffort, RequestBody, template_kwargs
 from .tool_calls import ForcedCall, Tool
 
 _MAX_TOOLS = 128
 _ROLES = {"developer": "system"}
+_LOGPROBS = "message.output_text.logprobs"
 
 
 class InputText(BaseModel):
@@ -32,14 +33,12 @@ class InputMessage(BaseModel):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText]
+    content: str | Items[InputText]
 
     @property
     def message(self) -> ChatMessage:
         """As templates read it."""
-        given = self.content
-        text = given if isinstance(given, str) else "".join(part.text for part in given)
-        return {"role": _ROLES.get(self.role, self.role), "content": text}
+        return {"role": _ROLES.get(self.role, self.role), "content": _text(self.content)}
 
 
 class InputCall(BaseModel):
@@ -67,12 +66,16 @@ class InputResult(BaseModel):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str
+    output: str | Items[InputText]
 
     @property
     def message(self) -> ChatMessage:
         """As templates read it."""
-        return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
+        return {"role": "tool", "tool_call_id": self.call_id, "content": _text(self.output)}
+
+
+def _text(given: str | list[InputText]) -> str:
+    return given if isinstance(given, str) else "".join(part.text for part in given)
 
 
 class InputReasoning(BaseModel):
@@ -100,7 +103,11 @@ _Item = Annotated[
     | Annotated[InputCall, Tag("function_call")]
     | Annotated[InputResult, Tag("function_call_output")]
     | Annotated[InputReasoning, Tag("reasoning")],
-    Discriminator(_kind),
+    Discriminator(
+        _kind,
+        custom_error_type="input_item",
+        custom_error_message="must be a message, function_call, function_call_output or reasoning",
+    ),
 ]
 
 
@@ -110,7 +117,7 @@ def _input_kind(value: object) -> str:
 
 # Told apart before it is read, so that an error names the item and not the other shape.
 _Input = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[_Item], Tag("items")], Discriminator(_input_kind)
+    Annotated[str, Tag("text")] | Annotated[Items[_Item], Tag("items")], Discriminator(_input_kind)
 ]
 
 
@@ -151,6 +158,13 @@ class TextOptions(BaseModel):
     """`text`."""
 
     format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(BaseModel):
+    """`reasoning`. Thoughts are shown whole, whatever summary is asked for."""
+
+    effort: ReasoningEffort | None = None
 
 
 class ResponsesBody(RequestBody):
@@ -163,18 +177,21 @@ class ResponsesBody(RequestBody):
         "conversation",
         "background",
         "prompt",
+        "context_management",
     )
 
     input: _Input
     instructions: str | None = None
     max_output_tokens: int | None = None
-    tools: list[FlatTool] | None = Field(default=None, max_length=_MAX_TOOLS)
+    tools: Items[FlatTool] | None = Field(default=None, max_length=_MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
     parallel_tool_calls: bool | None = True
     text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    truncation: Literal["disabled"] | None = None
     top_logprobs: int | None = None
-    include: list[str] | None = None
-    metadata: dict[str, str] | None = None
+    include: Items[str] | None = None
+    metadata: Entries[str] | None = None
     chat_template_kwargs: dict[str, object] | None = None
 
     def refuse_unsupported(self) -> None:
@@ -182,11 +199,28 @@ class ResponsesBody(RequestBody):
         super().refuse_unsupported()
         if self.num_samples != 1:
             raise InvalidArgument("n", "must be 1 here")
+        if self.top_logprobs and not self.wants_logprobs:
+            raise InvalidArgument("top_logprobs", f"needs include to have {_LOGPROBS}")
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise InvalidArgument("tool_choice", "needs tools")
         names = [tool.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise InvalidArgument("tools", "two have the same name")
+
+    @property
+    def names(self) -> dict[str, str]:
+        """As this endpoint has them."""
+        own = {
+            "chat": "input",
+            "chat.messages": "input",
+            "sampling.logprobs": "top_logprobs",
+            "reasoning_effort": "reasoning.effort",
+        }
+        if self.max_output_tokens is not None:
+            own["sampling.max_tokens"] = "max_output_tokens"
+        if self.text and self.text.format:
+            own[grammar.FIELD] = "text.format"
+        return super().names | own
 
     @property
     def grammar(self) -> str:
@@ -208,7 +242,7 @@ class ResponsesBody(RequestBody):
     @property
     def wants_logprobs(self) -> bool:
         """Asked for by `include`."""
-        return "message.output_text.logprobs" in (self.include or ())
+        return _LOGPROBS in (self.include or ())
 
     @property
     def prompt(self) -> ChatPrompt:
@@ -221,7 +255,9 @@ class ResponsesBody(RequestBody):
         else:
             found = (item.message for item in self.input)
             messages += [message for message in found if message is not None]
-        return ChatPrompt(messages, self.offered, self._forced, self.chat_template_kwargs or {})
+        effort = None if self.reasoning is None else self.reasoning.effort
+        kwargs = template_kwargs(self.chat_template_kwargs, effort)
+        return ChatPrompt(messages, self.offered, self._forced, kwargs)
 
     @property
     def _forced(self) -> ForcedCall | None:
@@ -232,6 +268,7 @@ class ResponsesBody(RequestBody):
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """Up to the model's context where no limit is given."""
+        """Up to the model's context where no limit is given, also by the other endpoints' name."""
+        limit = self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
         logprobs = (self.top_logprobs or 0) if self.wants_logprobs else None
-        return self.sampling(max_tokens=self.max_output_tokens, logprobs=logprobs)
+        return self.sampling(max_tokens=limit, logprobs=logprobs)

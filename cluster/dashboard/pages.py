@@ -15,8 +15,8 @@ from ...protos.errors import InvalidArgument, PagefleetError
 from ..access import Access
 from ..cluster_watch import DEFAULT_PERIOD_S
 from ..gateway import Gateway
+from ..http_errors import error_body
 from ..http_streams import EventStream, or_disconnect
-from ..openai_format import error_body
 from .feed import update_to_json
 
 _MEDIA_TYPES = {

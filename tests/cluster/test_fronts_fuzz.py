@@ -62,6 +62,13 @@ GOOD: dict[str, object] = {
     "min_tokens": 0,
     "text": {"format": {"type": "text"}},
     "include": [],
+    "reasoning_effort": "none",
+    "reasoning": {"effort": "none"},
+    "modalities": ["text"],
+    "verbosity": "medium",
+    "truncation": "disabled",
+    "max_completion_tokens": 3,
+    "metadata": {"a": "b"},
 }
 ODD: list[object] = [
     *(None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, -(2**63), 10**400, 0.1, -0.0, 1e308),

@@ -1,61 +1,18 @@
 """The HTTP front over a live uvicorn, with the official `openai` client and with plain httpx."""
 
 import asyncio
-import json
-from functools import cached_property
 
 import httpx
 import openai
 import pytest
-from gateway_fakes import FakeCluster, ids_of, make_card, until
+from gateway_fakes import ids_of, make_card, until
+from http_front import HttpFront
 
-from pagefleet.cluster.http_server import HttpServer
-from pagefleet.cluster.openai_api import make_app
 from pagefleet.protos.messages import FinishReason, Refused
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
-
-
-class HttpFront(FakeCluster):
-    """A fake cluster with a real HTTP server and clients of it."""
-
-    async def __aenter__(self) -> "HttpFront":
-        await super().__aenter__()
-        self.server = HttpServer(make_app(self.gateway))
-        port = await self.server.start("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{port}"
-        unlimited = httpx.Limits(max_connections=None)
-        # verify: without it, each test would load every certificate authority
-        self.http = httpx.AsyncClient(base_url=self.url, timeout=10, limits=unlimited, verify=False)
-        return self
-
-    async def __aexit__(self, *failure: object) -> None:
-        await self.http.aclose()
-        await self.server.stop(0)
-        await super().__aexit__(*failure)
-
-    @cached_property
-    def openai(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(
-            base_url=f"{self.url}/v1", api_key="none", max_retries=0, http_client=self.http
-        )
-
-    async def post(self, path: str, body: object, **headers: str) -> httpx.Response:
-        return await self.http.post(path, json=body, headers=headers)
-
-    async def events(self, path: str, body: dict[str, object]) -> list[object]:
-        """The events of a stream, [DONE] included."""
-        found: list[object] = []
-        async with self.http.stream("POST", path, json=body | {"stream": True}) as response:
-            assert response.status_code == 200
-            assert response.headers["content-type"].startswith("text/event-stream")
-            async for line in response.aiter_lines():
-                if line:
-                    data = line.removeprefix("data: ")
-                    found.append(data if data == "[DONE]" else json.loads(data))
-        return found
 
 
 @pytest.fixture
@@ -234,13 +191,10 @@ async def test_kv_exhausted_is_length_with_an_extension(front, monkeypatch):
     real = front.engine._step
 
     def outgrow(live, index):
-        from dataclasses import replace
-
         delta = real(live, index)
         if delta.first_position < 3:
             return delta
-        return replace(
-            delta,
+        return delta._replace(
             token_ids=(),
             finish_reason=FinishReason.KV_EXHAUSTED,
             usage=front.engine._usage(live.request, delta.first_position),

@@ -1,22 +1,16 @@
 """Tools, formats and thoughts over HTTP, with the official `openai` client."""
 
 import json
-from pathlib import Path
 
-import httpx
 import openai
 import pytest
-from gateway_fakes import FakeCluster, make_tokenizer
+from http_front import HttpFront
 from llguidance import LLMatcher
 from pydantic import BaseModel
-
-from pagefleet.cluster.http_server import HttpServer
-from pagefleet.cluster.openai_api import make_app
 
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 HERMES = PLAIN + "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
 THINKING = PLAIN + "{% if think %}<think>\n{% endif %}{# </think> #}"
-TEMPLATES = {"tiny": HERMES, "thinking": THINKING, "plain": PLAIN}
 HELLO = [{"role": "user", "content": "hello"}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
 WEATHER = {
@@ -29,54 +23,20 @@ WEATHER = {
 }
 
 
-class Front(FakeCluster):
-    """A fake cluster whose model has one of the templates, and an `openai` client of it."""
-
-    def __init__(self, template: str = "tiny") -> None:
-        def load(_: Path):
-            return make_tokenizer(template=TEMPLATES[template])
-
-        super().__init__()
-        self.gateway._models._load_tokenizer = load
-
-    async def __aenter__(self) -> "Front":
-        await super().__aenter__()
-        self.server = HttpServer(make_app(self.gateway))
-        port = await self.server.start("127.0.0.1", 0)
-        self.http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", verify=False, timeout=10)
-        self.openai = openai.AsyncOpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1",
-            api_key="none",
-            max_retries=0,
-            http_client=self.http,
-        )
-        return self
-
-    async def __aexit__(self, *failure: object) -> None:
-        await self.http.aclose()
-        await self.server.stop(0)
-        await super().__aexit__(*failure)
-
-    async def chat(self, **options: object):
-        body = {"model": "tiny", "messages": HELLO} | options
-        return await self.openai.chat.completions.create(**body)
-
-    def sent(self) -> tuple[str, str]:
-        """Prompt text and grammar of the last request that reached an engine."""
-        request = [r for leader in self.leaders for r in leader.engine.submitted][-1]
-        text = make_tokenizer().decode(request.prompt_token_ids, skip_special_tokens=False)
-        return text, request.sampling.grammar
+async def chat(front: HttpFront, **options: object):
+    body = {"model": "tiny", "messages": HELLO} | options
+    return await front.openai.chat.completions.create(**body)
 
 
 @pytest.fixture
 async def front():
-    async with Front() as made:
+    async with HttpFront(HERMES) as made:
         yield made
 
 
 async def test_tools_are_offered_and_calls_read(front):
     front.say(f"I look.\n{CALL}")
-    reply = await front.chat(tools=[WEATHER])
+    reply = await chat(front, tools=[WEATHER])
     (choice,) = reply.choices
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == "I look.\n"
@@ -89,7 +49,7 @@ async def test_tools_are_offered_and_calls_read(front):
 
 async def test_calls_in_a_stream(front):
     front.say(f"{CALL}\n{CALL}")
-    stream = await front.chat(tools=[WEATHER], stream=True)
+    stream = await chat(front, tools=[WEATHER], stream=True)
     deltas = [chunk.choices[0] async for chunk in stream]
     calls = [call for choice in deltas for call in choice.delta.tool_calls or ()]
     assert [call.index for call in calls] == [0, 1]
@@ -111,7 +71,7 @@ async def test_the_openai_stream_helper_agrees(front):
 async def test_without_tools_it_is_text(front):
     front.say(CALL)
     for options in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
-        reply = await front.chat(**options)
+        reply = await chat(front, **options)
         assert reply.choices[0].message.content == CALL
         assert reply.choices[0].finish_reason == "stop"
         assert "weather" not in front.sent()[0]
@@ -120,7 +80,7 @@ async def test_without_tools_it_is_text(front):
 async def test_a_forced_call_is_a_grammar(front):
     front.say(CALL)
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
-        await front.chat(tools=[WEATHER], tool_choice=choice)
+        await chat(front, tools=[WEATHER], tool_choice=choice)
         grammar = front.sent()[1]
         assert "<tool_call>" in grammar
         assert not LLMatcher.validate_grammar(grammar)
@@ -143,7 +103,7 @@ async def test_a_conversation_with_results(front):
         },
         {"role": "tool", "tool_call_id": "call_1", "content": "sun"},
     ]
-    reply = await front.chat(messages=messages, tools=[WEATHER])
+    reply = await chat(front, messages=messages, tools=[WEATHER])
     assert reply.choices[0].message.content == "Sunny."
     assert "<tool>sun" in front.sent()[0]
 
@@ -179,13 +139,13 @@ async def test_a_conversation_with_results(front):
             "response_format",
         ),
         ({"extra_body": {"structured_outputs": {}}}, "structured_outputs"),
-        ({"extra_body": {"structured_outputs": {"regex": "("}}}, "response_format"),
+        ({"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs"),
         ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs"),
     ],
 )
 async def test_bad_requests(front, options, param):
     with pytest.raises(openai.BadRequestError) as caught:
-        await front.chat(**options)
+        await chat(front, **options)
     assert caught.value.param == param
 
 
@@ -207,9 +167,9 @@ async def test_response_formats_reach_the_engine(front):
         {"structured_outputs": {"json": {"type": "integer"}}},
         {"structured_outputs": {"grammar": 'start: "x"'}},
     ):
-        await front.chat(extra_body=extra)
+        await chat(front, extra_body=extra)
         assert front.sent()[1]
-    await front.chat(response_format={"type": "text"})
+    await chat(front, response_format={"type": "text"})
     assert not front.sent()[1]
     await front.openai.completions.create(
         model="tiny", prompt="x", extra_body={"structured_outputs": {"regex": "[0-9]+"}}
@@ -219,13 +179,14 @@ async def test_response_formats_reach_the_engine(front):
 
 @pytest.mark.parametrize("opens", [True, False])
 async def test_thoughts_are_told_apart(opens):
-    async with Front("thinking") as front:
+    async with HttpFront(THINKING) as front:
         front.say(("" if opens else "<think>\n") + "hm\n</think>\n\nYes.")
         options = {"extra_body": {"chat_template_kwargs": {"think": opens}}}
-        reply = await front.chat(**options)
+        reply = await chat(front, **options)
         assert reply.choices[0].message.content == "Yes."
         assert reply.choices[0].message.reasoning_content == "hm"
-        parts = [chunk.choices[0].delta async for chunk in await front.chat(stream=True, **options)]
+        stream = await chat(front, stream=True, **options)
+        parts = [chunk.choices[0].delta async for chunk in stream]
         assert "".join(part.content or "" for part in parts) == "Yes."
         thoughts = [getattr(part, "reasoning_content", "") for part in parts]
         assert "".join(thoughts) == "hm"

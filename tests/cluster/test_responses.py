@@ -1,16 +1,12 @@
 """`/v1/responses` with the official `openai` client."""
 
 import json
-from pathlib import Path
 
-import httpx
 import openai
 import pytest
-from gateway_fakes import FakeCluster, make_tokenizer
+from http_front import HttpFront
 from pydantic import BaseModel
 
-from pagefleet.cluster.http_server import HttpServer
-from pagefleet.cluster.openai_api import make_app
 from pagefleet.protos.messages import Refused
 
 TEMPLATE = (
@@ -26,65 +22,35 @@ WEATHER = {
 }
 
 
-class Front(FakeCluster):
-    """A fake cluster and an `openai` client of it."""
-
-    def __init__(self) -> None:
-        def load(_: Path):
-            return make_tokenizer(template=TEMPLATE)
-
-        super().__init__()
-        self.gateway._models._load_tokenizer = load
-
-    async def __aenter__(self) -> "Front":
-        await super().__aenter__()
-        self.server = HttpServer(make_app(self.gateway))
-        port = await self.server.start("127.0.0.1", 0)
-        self.http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", verify=False, timeout=10)
-        url = f"http://127.0.0.1:{port}/v1"
-        self.openai = openai.AsyncOpenAI(
-            base_url=url, api_key="none", max_retries=0, http_client=self.http
-        )
-        return self
-
-    async def __aexit__(self, *failure: object) -> None:
-        await self.http.aclose()
-        await self.server.stop(0)
-        await super().__aexit__(*failure)
-
-    async def respond(self, **options: object):
-        return await self.openai.responses.create(**({"model": "tiny", "input": "hi"} | options))
-
-    def prompt(self) -> str:
-        request = [r for leader in self.leaders for r in leader.engine.submitted][-1]
-        return make_tokenizer().decode(request.prompt_token_ids)
+async def respond(front: HttpFront, **options: object):
+    return await front.openai.responses.create(**({"model": "tiny", "input": "hi"} | options))
 
 
 @pytest.fixture
 async def front():
-    async with Front() as made:
+    async with HttpFront(TEMPLATE) as made:
         yield made
 
 
 async def test_text(front):
     front.say("Grüße 🙂")
-    reply = await front.respond(instructions="Be kind.", metadata={"a": "b"})
+    reply = await respond(front, instructions="Be kind.", metadata={"a": "b"})
     assert (reply.status, reply.output_text) == ("completed", "Grüße 🙂")
     assert reply.usage.output_tokens == 13
     assert reply.usage.total_tokens == reply.usage.input_tokens + 13
     assert (reply.instructions, reply.metadata, reply.store) == ("Be kind.", {"a": "b"}, False)
-    assert front.prompt() == "<system>Be kind.<user>hi<assistant>"
+    assert front.sent()[0] == "<system>Be kind.<user>hi<assistant>"
 
 
 async def test_a_limit_makes_it_incomplete(front):
-    reply = await front.respond(max_output_tokens=3)
+    reply = await respond(front, max_output_tokens=3)
     assert (reply.status, reply.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert len(reply.output_text) == 3
 
 
 async def test_thoughts_are_an_item(front):
     front.say("<think>hm</think>Yes.")
-    reply = await front.respond()
+    reply = await respond(front)
     assert [item.type for item in reply.output] == ["reasoning", "message"]
     assert reply.output[0].content[0].text == "hm"
     assert reply.usage.output_tokens_details.reasoning_tokens == 2
@@ -93,7 +59,7 @@ async def test_thoughts_are_an_item(front):
 
 async def test_calls_and_their_results(front):
     front.say(CALL)
-    reply = await front.respond(tools=[WEATHER])
+    reply = await respond(front, tools=[WEATHER])
     (call,) = reply.output
     assert (call.type, call.name) == ("function_call", "weather")
     assert json.loads(call.arguments) == {"city": "Ulm"}
@@ -104,11 +70,11 @@ async def test_calls_and_their_results(front):
         *[item.model_dump() for item in reply.output],
         {"type": "function_call_output", "call_id": call.call_id, "output": "sun"},
     ]
-    reply = await front.respond(input=conversation, tools=[WEATHER])
+    reply = await respond(front, input=conversation, tools=[WEATHER])
     assert reply.output_text == "Sunny."
-    assert "<tool>sun" in front.prompt()
+    assert "<tool>sun" in front.sent()[0]
     again = [*conversation, *[item.model_dump() for item in reply.output]]
-    assert (await front.respond(input=again)).status == "completed"
+    assert (await respond(front, input=again)).status == "completed"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +86,7 @@ async def test_calls_and_their_results(front):
 )
 async def test_events_build_what_is_answered(front, text, kinds):
     front.say(text)
-    events = [event async for event in await front.respond(stream=True, tools=[WEATHER])]
+    events = [event async for event in await respond(front, stream=True, tools=[WEATHER])]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
     final = events[-1]
@@ -149,7 +115,7 @@ async def test_formats_and_logprobs(front):
     reply = await front.openai.responses.parse(model="tiny", input="hi", text_format=Person)
     assert reply.output_parsed == Person(name="Ada")
     assert '"name"' in front.engine.submitted[-1].sampling.grammar
-    reply = await front.respond(include=["message.output_text.logprobs"], top_logprobs=2)
+    reply = await respond(front, include=["message.output_text.logprobs"], top_logprobs=2)
     entries = reply.output[0].content[0].logprobs
     assert len(entries) == 16  # with the token that ends it
     assert len(entries[0].top_logprobs) == 2
@@ -162,18 +128,18 @@ async def test_formats_and_logprobs(front):
         ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"input": []}, "messages"),
+        ({"input": []}, "input"),
         ({"input": [{"type": "input_image", "image_url": "x"}]}, "input.0"),
         ({"extra_body": {"n": 2}}, "n"),
     ],
 )
 async def test_bad_requests(front, options, param):
     with pytest.raises(openai.BadRequestError) as caught:
-        await front.respond(**options)
+        await respond(front, **options)
     assert caught.value.param == param
 
 
 async def test_an_error_before_the_first_token_has_its_status(front):
     front.controller.answers.append(Refused("", 0, "Overloaded", "full", 2.0))
     with pytest.raises(openai.RateLimitError):
-        await front.respond(stream=True)
+        await respond(front, stream=True)
