@@ -142,6 +142,7 @@ def _announce(
     security = config.security
     scheme = "https" if security is not None and security.tls is not None else "http"
     console.print(f"  HTTP  {scheme}://{addresses.http}/v1", highlight=False)
+    console.print(f"        {scheme}://{addresses.http}/dashboard", highlight=False)
     if security is None or not security.has_keys:
         console.print("  without API keys: whoever reaches it may use it", highlight=False)
     if config.host in ("127.0.0.1", "localhost", "::1"):
