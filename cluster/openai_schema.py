@@ -36,9 +36,12 @@ Items = Annotated[list[T], Field(fail_fast=True)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
+def _num_entries(value: object) -> int:
+    return len(cast("dict[str, object]", value)) if isinstance(value, dict) else 0
+
+
 def _refuse_many(value: object) -> object:
-    num_entries = len(cast("dict[str, object]", value)) if isinstance(value, dict) else 0
-    if num_entries > _MAX_ENTRIES:
+    if _num_entries(value) > _MAX_ENTRIES:
         most = {"most": _MAX_ENTRIES}
         raise PydanticCustomError("too_many", "has more than {most} entries", most)
     return value

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import httpx
@@ -35,9 +34,6 @@ def complete(client, **options: object):
 
 def respond(client, **options: object):
     return client.responses.create(model="tiny", input="hello", **options)
-
-
-every_api = pytest.mark.parametrize("ask", [chat, complete, respond])
 
 
 @pytest.fixture
@@ -78,10 +74,8 @@ async def test_a_passed_deadline_is_one_error_and_not_tried_again(front):
 
 async def test_a_deadline_in_the_middle_of_a_stream_is_an_error(front):
     front.engine.token_budget = 5
-    later = {"x-request-timeout-ms": "1000"}
-    stream = await chat(front.openai, stream=True, extra_headers=later, **LONG)
     with pytest.raises(openai.APIError) as caught:
-        async for _ in stream:
+        async for _ in await chat(front.openai, stream=True, **LATE, **LONG):
             pass
     assert caught.value.code == "deadline_exceeded"
     await all_free(front)
@@ -116,41 +110,35 @@ async def test_a_client_that_waits_no_longer_frees_its_place(front, sync_client)
     await all_free(front, 2)
 
 
-@every_api
-async def test_closing_a_stream_ends_its_generation(front, ask):
-    front.engine.token_budget = 5
-    stream = await ask(front.openai, stream=True, **LONG)
-    async with stream:
-        async for _ in stream:
-            break
-    await all_free(front)
+async def test_leaving_a_stream_ends_its_generation(front, sync_client):
+    def begin() -> None:
+        front.engine.token_budget = front.engine.tokens_done + 5  # it stands still there
+        front.engine.gate.set()
+
+    for count, ask in enumerate((chat, complete, respond), start=1):
+        begin()
+        async with await ask(front.openai, stream=True, **LONG) as stream:
+            async for _ in stream:
+                break
+        await all_free(front, count)
+    begin()
+    await asyncio.to_thread(lambda: break_out_of(chat(sync_client, stream=True, **LONG)))
+    await all_free(front, 4)
 
 
-def close_it(stream: openai.Stream) -> None:
-    next(stream)
-    stream.close()
-
-
-def break_out_of_it(stream: openai.Stream) -> None:
+def break_out_of(stream: openai.Stream) -> None:
     with stream:  # without, it is closed when garbage is next collected
         for _ in stream:
             break
 
 
-@pytest.mark.parametrize("leave", [close_it, break_out_of_it])
-async def test_leaving_a_stream_ends_its_generation(front, sync_client, leave: Callable):
-    front.engine.token_budget = 5
-    await asyncio.to_thread(lambda: leave(chat(sync_client, stream=True, **LONG)))
-    await all_free(front)
-
-
 # -- refusals --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["Overloaded", "Unavailable"])
-async def test_the_client_comes_back_when_it_was_told_to(front, caplog, name):
+async def test_the_client_comes_back_when_it_was_told_to(front, caplog):
     front.say("Yes.")
-    front.controller.answers += [Refused("k", 1, name, "full", 0.02)] * 2
+    names = ("Overloaded", "Unavailable")
+    front.controller.answers += [Refused("k", 1, name, "full", 0.02) for name in names]
     with caplog.at_level("INFO", "openai"):
         reply = await chat(front.openai.with_options(max_retries=2))
     assert reply.choices[0].message.content == "Yes."
@@ -168,6 +156,7 @@ async def test_a_bug_of_ours_is_not_asked_for_again(front, caplog):
 
 
 async def test_answers_and_errors_have_the_requests_id(front):
+    front.say("Yes.")
     for ask, prefix in ((chat, "chatcmpl-"), (complete, "cmpl-"), (respond, "resp-")):
         reply = await ask(front.openai)
         assert reply.id.startswith(prefix)
@@ -381,6 +370,7 @@ async def test_a_stream_gives_what_the_whole_answer_gives(front):
 
 
 async def test_all_chunks_have_one_time(front, monkeypatch):
+    front.say("Yes.")
     passing = SimpleNamespace(time=itertools.count(1000).__next__)
     monkeypatch.setattr("pagefleet.cluster.openai_api.time", passing)
     times = {chunk.created async for chunk in await chat(front.openai, stream=True)}
@@ -408,8 +398,8 @@ async def test_a_response_comes_in_its_order_and_is_parsed(front):
     ]
 
 
-@pytest.mark.parametrize("limit", ["max_output_tokens", "max_tokens"])
-async def test_a_response_that_is_cut_says_so_of_its_item(front, limit):
-    reply = await respond(front.openai, extra_body={limit: 3})
-    assert (reply.status, reply.output[0].status) == ("incomplete", "incomplete")
-    assert len(reply.output_text) == 3
+async def test_a_response_that_is_cut_says_so_of_its_item(front):
+    for limit in ("max_output_tokens", "max_tokens"):
+        reply = await respond(front.openai, extra_body={limit: 3})
+        assert (reply.status, reply.output[0].status) == ("incomplete", "incomplete")
+        assert len(reply.output_text) == 3

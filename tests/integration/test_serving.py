@@ -7,6 +7,7 @@ from contextlib import aclosing
 
 import grpc
 import httpx
+import openai
 import pytest
 
 from pagefleet.cluster.client import AsyncClient, Client
@@ -168,6 +169,29 @@ def test_invalid_utf8_is_the_clients_mistake(cluster):
 def test_another_model_is_not_found(client: Client):
     with pytest.raises(ModelNotFound):
         client.generate("x", GREEDY, model="nobody")
+
+
+def test_an_openai_client_leaves_nothing_behind(cluster, settled_state):
+    """It hangs up, has no more patience, or is late."""
+    question = [{"role": "user", "content": "Which one is it?"}]
+    asked = {"model": "tiny", "extra_body": {"ignore_eos": True}}
+    chat = asked | {"messages": question, "max_tokens": 900}
+    with httpx.Client(verify=False) as http:
+        url = f"http://{cluster.addresses.http}/v1"
+        client = openai.OpenAI(base_url=url, api_key="none", http_client=http)
+        with client.chat.completions.create(**chat, stream=True) as stream:
+            next(stream)
+        with client.responses.create(
+            **asked, input="Which one?", max_output_tokens=900, stream=True
+        ) as events:
+            next(events)
+        impatient = client.with_options(timeout=0.1, max_retries=0)
+        with pytest.raises(openai.APITimeoutError):
+            impatient.chat.completions.create(**chat)
+        with pytest.raises(openai.InternalServerError) as late:
+            client.chat.completions.create(**chat, extra_headers={"x-request-timeout-ms": "100"})
+        assert late.value.code == "deadline_exceeded"
+    settled_state()
 
 
 def test_http_answers_as_grpc_does(cluster, client: Client):
