@@ -69,7 +69,7 @@ def explain(
             "batch",
             "other",
             "copy",
-            "total ms",
+            "total",
         )
     )
     for replica in answer.replicas:
@@ -87,6 +87,8 @@ def explain(
         row = (replica.replica_id, f"{hits:,}", f"{replica.available_blocks:,}")
         table.add_row(*row, *(f"{value:,.1f}" for value in times))
     console.print(table)
+    # not in the header, which would not fit 80 columns
+    console.print("prefill to total: ms", highlight=False)
     chosen = f" {answer.replica_id}" if answer.replica_id else ""
     console.print(
         f"{answer.decision}{chosen}: {answer.reason or answer.policy}; "
