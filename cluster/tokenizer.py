@@ -14,6 +14,7 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from ..protos.errors import InvalidArgument
+from ..workers.heap import give_back_freed
 from .chat_template import FIELD as CHAT_FIELD
 from .chat_template import ChatTemplate
 from .detokenizer import IncrementalDetokenizer, TokenPieces
@@ -52,12 +53,14 @@ class Tokenizer:
             raise FileNotFoundError(f"{path}: a served model needs a fast tokenizer's file")
         config = _read_json(folder / "tokenizer_config.json")
         special_tokens = _special_tokens(config)
-        return cls(
+        tokenizer = cls(
             _read_backend(path),
             bos_token=special_tokens.get("bos_token"),
             ensure_bos=config.get("add_bos_token") is True,
             chat_template=_load_chat_template(folder, config, special_tokens),
         )
+        give_back_freed()  # the file takes several times what stays of it
+        return tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text without lone surrogates."""

@@ -30,7 +30,14 @@ def unfragmented_heap() -> Generator[None]:
     finally:
         mallopt(_M_MMAP_THRESHOLD, _AFTERWARDS)
         mallopt(_M_TRIM_THRESHOLD, 2 * _AFTERWARDS)
-        ctypes.CDLL(None).malloc_trim(0)  # what small pieces left
+        give_back_freed()
+
+
+def give_back_freed() -> None:
+    """Let the system have what was freed and is kept for later; does nothing but with glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def forget_pages(path: Path) -> None:

@@ -24,6 +24,7 @@ from .drain import Drain
 from .engine import Engine
 from .engine_server import EngineServer
 from .executor import make_executor
+from .heap import give_back_freed
 from .heartbeat import Pulse, heartbeat_from_environment, step_patience_s
 from .loop_thread import LoopThread
 from .model_runner import MeasuredSpeed, ModelRunner
@@ -61,6 +62,7 @@ def load_engine(
     executor = make_executor(runner)
     logger.info("memory: %s", runner.partition.text)
     speed = runner.measure(execute=executor.execute)
+    give_back_freed()  # the largest step so far, and what imports left
     model = runner.model_info
     identity = CacheIdentity(
         model_fingerprint=model.fingerprint,
