@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 export RAY_USAGE_STATS_ENABLED := 0
+# As workers have it: workers/openmp.py.
 export OMP_WAIT_POLICY := passive
 export GOMP_SPINCOUNT := 3000
 

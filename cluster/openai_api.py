@@ -216,7 +216,9 @@ async def _parse(request: Request, kind: type[BodyT]) -> BodyT:
     try:
         body = kind.model_validate_json(data)
     except ValidationError as error:
-        raise problem_of(error, data) from None
+        problem = problem_of(error, data)
+        request.state.names = {problem.field: problem.field}  # it is the client's own name already
+        raise problem from None
     request.state.names = body.names
     body.refuse_unsupported()
     return body

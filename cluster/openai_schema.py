@@ -8,7 +8,15 @@ nobody knows.
 
 from typing import Annotated, ClassVar, Literal, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from ..protos.errors import InvalidArgument
@@ -98,6 +106,12 @@ class StructuredOutputs(BaseModel):
     choice: Items[str] | None = None
     grammar_: str | None = Field(default=None, alias="grammar")
 
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_many(cls, value: object) -> object:
+        """Each unknown field would be a mistake of its own."""
+        return _refuse_many(value)
+
     @property
     def grammar(self) -> str:
         """Exactly one of them."""
@@ -172,7 +186,8 @@ class RequestBody(BaseModel):
     @property
     def names(self) -> dict[str, str]:
         """What the client calls a field, where the public proto has another name for it."""
-        is_vllms = self.structured_outputs is not None and self.response_format is None
+        is_text = self.response_format is None or self.response_format.type == "text"
+        is_vllms = self.structured_outputs is not None and is_text
         return {grammar.FIELD: "structured_outputs"} if is_vllms else {}
 
     @property

@@ -218,7 +218,7 @@ class ResponsesBody(RequestBody):
         }
         if self.max_output_tokens is not None:
             own["sampling.max_tokens"] = "max_output_tokens"
-        if self.text and self.text.format:
+        if self.text and self.text.format and self.text.format.type != "text":
             own[grammar.FIELD] = "text.format"
         return super().names | own
 

@@ -1,8 +1,10 @@
 """Plain decoder layers one after the other in one call of the compiled library.
 
 Between two products the interpreter costs a small step more than the arithmetic there: what it
-needs has been driven out of the caches by the weights. Kernels and their order are those of a
-layer that is run operation by operation, so results are equal bit for bit.
+needs has been driven out of the caches by the weights. A prompt goes through all but attention by
+blocks of rows, so that what one kernel writes is still in the caches when the next reads it. The
+kernels, and their order for every row, are those of a layer that is run operation by operation, so
+results are equal bit for bit.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false

@@ -25,6 +25,7 @@ class Outbox:
 
         All of a decode step in one pass: this is most of what such a step costs.
         """
+        assert len(rows) == len(tokens) == len(numbers), "each row has one token and its place"
         keys = [batch.keys[row] for row in rows]
         indexes = [batch.indexes[row] for row in rows]
         self._deltas += map(SequenceDelta, keys, indexes, numbers, zip(tokens, strict=False))

@@ -1,4 +1,4 @@
-"""Memory while weights load: the C library's heap, pages of files. Knows no tensor and no model."""
+"""What a load leaves in memory: the C library's heap, pages of files. Knows no tensor, no model."""
 
 import ctypes
 import mmap

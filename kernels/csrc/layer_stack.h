@@ -55,8 +55,9 @@ class LayerStack {
   }
 
  private:
+  static constexpr int64_t kFewRows = 32;  // whose heads are normalized sooner than threads are there
   static constexpr int kParts = 6, kWhole = 2;  // parts, and how many of them hold all rows
-  static constexpr int64_t kRowsAtOnce = 240;
+  static constexpr int64_t kRowsAtOnce = 240;  // as many as share a pass over a weight panel
 
   // Some rows of the step.
   struct Rows {
@@ -84,10 +85,13 @@ class LayerStack {
     return (char*)data + index * (dtype_ == kFloat32 ? 4 : 2);
   }
 
+  // Blocks as even as can be: each streams all weights.
   template <typename Work>
   void by_blocks(Work work) const {
-    for (int64_t begin = 0; begin < rows_; begin += at_once_) {
-      work(Rows{begin, rows_ - begin < at_once_ ? rows_ - begin : at_once_});
+    int64_t count = at_once_ > 0 ? (rows_ + at_once_ - 1) / at_once_ : 0;
+    for (int64_t i = 0; i < count; i++) {
+      int64_t begin = i * rows_ / count;
+      work(Rows{begin, (i + 1) * rows_ / count - begin});
     }
   }
 
@@ -140,9 +144,10 @@ class LayerStack {
   void normalize_heads(const void* weight, int64_t begin, int64_t size, int64_t width,
                        int64_t count) const {
     if (weight == nullptr) return;
+#pragma omp parallel for num_threads(threads_) schedule(static) if (threads_ > 1 && count > kFewRows)
     for (int64_t t = 0; t < count; t++) {
       char* heads = at(fused_, t * (q_size_ + 2 * kv_size_) + begin);
-      kernels_.rms_norm(heads, weight, heads, size / width, width, args_.eps, dtype_, threads_);
+      kernels_.rms_norm(heads, weight, heads, size / width, width, args_.eps, dtype_, 1);
     }
   }
 

@@ -113,6 +113,7 @@ def test_a_flood_of_entries_is_one_mistake():
     for kind, text in (
         (CompletionBody, '{"prompt": "x", "logit_bias": {%s}}'),
         (ResponsesBody, '{"input": "x", "metadata": {%s}}'),
+        (CompletionBody, '{"prompt": "x", "structured_outputs": {%s}}'),
     ):
         body = (text % entries).replace('"x"}', "null}").encode()
         with pytest.raises(ValidationError) as caught:

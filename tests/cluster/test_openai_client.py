@@ -148,7 +148,7 @@ async def test_the_client_comes_back_when_it_was_told_to(front, caplog):
     assert all("0.02" in line for line in waits), waits
 
 
-async def test_a_bug_of_ours_is_not_asked_for_again(front, caplog):
+async def test_a_bug_of_ours_is_not_asked_for_again(front):
     front.controller.answers.append(KeyError("x"))
     with pytest.raises(openai.InternalServerError):
         await chat(front.openai.with_options(max_retries=2))
@@ -232,6 +232,7 @@ UNSUPPORTED = [
     ({"logprobs": True, "top_logprobs": 100}, "top_logprobs"),
 ]
 UNSUPPORTED_RESPONSES = [
+    ({"text": "json"}, "text"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "input.0.content.0.type",

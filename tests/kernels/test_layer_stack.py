@@ -76,7 +76,9 @@ def run_one_by_one(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weight_dtype", [None, torch.int8])
 @pytest.mark.parametrize(
-    "query_lens", [[1], [1, 1, 1, 5, 40], [1, 300, 7, 230]], ids=["one", "mixed", "by blocks"]
+    ("query_lens", "num_threads"),
+    [([1], 2), ([1, 1, 1, 5, 40], 2), ([1, 300, 7, 230], 2), ([1, 300, 7, 230], 4)],
+    ids=["one", "mixed", "by blocks", "by larger blocks"],
 )
 @pytest.mark.parametrize(
     ("has_qk_norm", "shape"),
@@ -88,11 +90,12 @@ def test_a_stack_is_bitwise_equal_to_its_kernels_one_by_one(
     dtype: torch.dtype,
     weight_dtype: torch.dtype | None,
     query_lens: list[int],
+    num_threads: int,
     has_qk_norm: bool,
     shape: StackShape,
 ) -> None:
     torch.manual_seed(21)
-    backend = CpuBackend(num_threads=2, weight_dtype=weight_dtype)
+    backend = CpuBackend(num_threads=num_threads, weight_dtype=weight_dtype)
     layers = [make_layer(backend, dtype, has_qk_norm) for _ in range(3)]
     context_lens = [length + 11 * at for at, length in enumerate(query_lens)]
     step = make_step(HEADS, 7, context_lens, query_lens, dtype=dtype)

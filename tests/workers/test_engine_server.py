@@ -119,8 +119,9 @@ class Leader:
 
     async def has_requests(self, number: int) -> None:
         """Wait until the commands that make it so have been read."""
-        while self.engine.num_requests != number:
-            await asyncio.sleep(0)
+        async with asyncio.timeout(WAIT_S):
+            while self.engine.num_requests != number:
+                await asyncio.sleep(0)
 
     async def rest(self) -> None:
         """Wait until nothing is left of any request."""
@@ -271,6 +272,7 @@ async def test_a_stop_string_found_by_the_gateway_ends_the_sample(make_leader: M
     leader.executor.hold(after=5)
     await gateway.submit(make_request("a", max_tokens=200))
     await gateway.read_until(lambda: len(gateway.tokens("a")) >= 3)
+    await asyncio.to_thread(leader.executor.wait_for_step, 6)  # which does not end before "b" is in
     await gateway.send(finish=engine_pb2.Finish(request_key="gone", index=0, num_tokens=2))
     await gateway.send(finish=engine_pb2.Finish(request_key="a", index=0, num_tokens=2))
     await gateway.submit(make_request("b"))
