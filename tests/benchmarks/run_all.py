@@ -70,7 +70,7 @@ SECTIONS = (
     Section("step-sampled", "bench_step.py", ("--sampled",)),
     Section("speculation", "bench_speculation.py"),
     Section("swap", "bench_swap.py", (), ("--megabytes", "64", "--repeats", "3")),
-    Section("block-pool", "bench_block_pool.py", (), ("--rounds", "1")),
+    Section("block-pool", "bench_block_pool.py", ("--rounds", "8"), ("--rounds", "1")),
     Section("kernels", "bench_kernels.py", ("--threads", "2"), ("--repeats", "2")),
     Section("decode", "bench_decode.py", (), ("--shape", "4x256", "--steps", "4")),
     Section("all-reduce", "bench_all_reduce.py", (), ("--repeats", "50")),
