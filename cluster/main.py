@@ -161,7 +161,7 @@ def serve(
     weight_dtype: Annotated[
         str,
         typer.Option(
-            help="Of linears, on the CPU: bfloat16 or int8; auto: as --dtype.",
+            help="Of linears, on the CPU: bfloat16 or int8; auto: the least that loses nothing.",
             rich_help_panel=_WEIGHTS,
         ),
     ] = "auto",

@@ -45,6 +45,11 @@ class KernelBackend(Protocol):
         """Take weight [out, in] (and bias [out]) once, at load. The caller drops its own copy."""
         ...
 
+    def pack_table(self, table: Tensor) -> Tensor:
+        """An embedding [vocab, hidden] that is not also the head, as it is kept for lookups; of the
+        model's dtype or a narrower one."""
+        ...
+
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> LinearWeight:
         """The same of a weight of small integers, kept as they are where the backend can. Needs
         `weight.is_packable`."""

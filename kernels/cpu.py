@@ -21,7 +21,7 @@ from .cache_arguments import describe_cache, describe_sequences, describe_tokens
 from .cpu_library import DTYPE_CODES, AttentionArgs, FilterArgs, RopeArgs, native_library
 from .layer_stack import LayerStack
 from .metadata import AttentionMetadata
-from .packed_linear import PackedLinear, pack_codes, pack_linear
+from .packed_linear import PackedLinear, exact_dtype, pack_codes, pack_linear
 from .quantized_weight import QuantizedWeight
 from .reference import ReferenceBackend
 from .sampling import DrawParams
@@ -31,7 +31,7 @@ class CpuBackend:
     """`KernelBackend` in C++.
 
     Args:
-        weight_dtype: how `pack_linear` stores weights; None keeps the dtype they come in.
+        weight_dtype: how `pack_linear` stores weights; None: at the least width that loses nothing.
             Narrower weights are widened as they are read: products are float32 all the same.
         num_threads: None takes torch's number at the time of construction.
         deterministic: compiled results always are.
@@ -57,8 +57,12 @@ class CpuBackend:
         self._rope_layout: tuple[object, ...] = ()
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
-        dtype = self._weight_dtype or weight.dtype
-        return pack_linear(weight, bias, dtype, self.num_threads)
+        return pack_linear(weight, bias, self._weight_dtype, self.num_threads)
+
+    def pack_table(self, table: Tensor) -> Tensor:
+        """Rows are looked up: a scale for each would cost more than int8 saves."""
+        is_narrow = self._weight_dtype is not None
+        return table.to(torch.bfloat16 if is_narrow else exact_dtype(table, self.num_threads))
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> LinearWeight:
         """Take a weight of codes as it is: never made float in memory."""

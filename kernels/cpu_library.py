@@ -36,7 +36,7 @@ class LinearArgs(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "packed", "scale", "zero", "bias", "out")),
         *((name, c_int64) for name in ("rows", "out_features", "in_features", "group")),
-        *((name, c_int32) for name in ("x_dtype", "packed_dtype", "threads")),
+        *((name, c_int32) for name in ("x_dtype", "packed_dtype", "threads", "is_exact")),
     )
 
 
@@ -132,6 +132,7 @@ def load_library() -> ctypes.CDLL | None:
     library.pf_select.argtypes, library.pf_select.restype = [c_char_p], c_char_p
     library.pf_packed_bytes.argtypes = [_L, _L, _I]
     library.pf_packed_bytes.restype = c_int64
+    library.pf_fits_bfloat16.argtypes, library.pf_fits_bfloat16.restype = [_P, _L, _I], c_int32
     library.pf_stack_room.argtypes, library.pf_stack_room.restype = [_P], c_int64
     library.pf_panel.argtypes, library.pf_panel.restype = [], c_int64
     library.pf_sum_blocks.argtypes, library.pf_sum_blocks.restype = [_P, _P, _L, _L, _I], c_double

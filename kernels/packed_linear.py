@@ -43,11 +43,24 @@ class PackedLinear:
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
 
-def pack_linear(
-    weight: Tensor, bias: Tensor | None, dtype: torch.dtype, num_threads: int
-) -> PackedLinear:
-    """weight: [out_features, in_features], float32 or bfloat16. dtype: how it is stored."""
+def exact_dtype(weight: Tensor, num_threads: int) -> torch.dtype:
+    """The narrowest dtype that holds every number of a float weight: published checkpoints are
+    bfloat16, also where the model computes in float32."""
+    if weight.dtype != torch.float32:
+        return weight.dtype
     weight = weight.contiguous()
+    fits = native_library().pf_fits_bfloat16(weight.data_ptr(), weight.numel(), num_threads)
+    return torch.bfloat16 if fits else torch.float32
+
+
+def pack_linear(
+    weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, num_threads: int
+) -> PackedLinear:
+    """weight: [out_features, in_features], float32 or bfloat16. dtype: how it is stored; None = at
+    the least width that loses nothing, and then products lose nothing either."""
+    weight = weight.contiguous()
+    is_exact = dtype is None
+    dtype = dtype or exact_dtype(weight, num_threads)
     out_features, in_features = weight.shape
     packed = _room_for(out_features, in_features, DTYPE_CODES[dtype])
     scale = torch.zeros(out_features) if dtype == torch.int8 else None
@@ -71,6 +84,7 @@ def pack_linear(
         in_features=in_features,
         packed_dtype=DTYPE_CODES[dtype],
         threads=num_threads,
+        is_exact=is_exact,
     )
     return PackedLinear(out_features, in_features, dtype, packed, scale, None, bias, pointers)
 

@@ -74,6 +74,9 @@ class ReferenceBackend:
         """Keep the tensor itself: a tied embedding stays one tensor."""
         return TorchLinear(weight, bias, weight.shape[0], weight.shape[1])
 
+    def pack_table(self, table: Tensor) -> Tensor:
+        return table
+
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> LinearWeight:
         """As the float32 values that it stands for."""
         return self.pack_linear(weight.dequantized(), bias)

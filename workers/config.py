@@ -20,8 +20,9 @@ class WorkerConfig:
     weights_ordered: they are not what the replica was made for: an update ordered them since.
     device: "auto" (a GPU where there is one), "cpu", "cuda", "cuda:1".
     dtype: "auto" (float32 on the CPU, else the checkpoint's), "float32", "bfloat16".
-    weight_dtype: how linears are kept: "auto" (as dtype), "bfloat16", or "int8" with a scale per
-        output; widened as they are read. The compiled CPU kernels alone.
+    weight_dtype: how linears are kept: "auto" (as dtype; by the compiled CPU kernels as bfloat16
+        where that loses nothing), "bfloat16", or "int8" with a scale per output (those kernels
+        alone); widened as they are read.
     quantized_weights: those of AWQ and GPTQ: "packed" as they are, "dequantized" to dtype, "auto"
         (packed where the kernels can).
     kv_dtype: of the KV cache: "auto" (as dtype) or "fp8" (e4m3: half the bytes of bfloat16, each

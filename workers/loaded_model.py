@@ -158,10 +158,8 @@ def _load_decoder(
         vocabulary = VocabularyShard(plan.vocab, plan.vocab_sizes)
     shard = local_config(model, plan)
     with torch.inference_mode():
-        # Rows of a table are looked up: a scale for each would cost more than int8 saves.
-        table_dtype = torch.bfloat16 if config.weight_dtype in _NARROW_DTYPES else None
         sharded = ShardedSource(source, model, plan)
-        weights = load_weights(shard, sharded, backend, table_dtype)
+        weights = load_weights(shard, sharded, backend)
         max_context = _max_context(config, model)
         decoder = Decoder(shard, weights, backend, max_context, ranks.tensors, vocabulary)
     if model.tie_word_embeddings:

@@ -38,6 +38,7 @@ struct LinearArgs {
   int64_t rows, out_features, in_features;
   int64_t group;       // inputs that share a scale; 0 = one scale per output, or none
   int32_t x_dtype, packed_dtype, threads;
+  int32_t is_exact;    // packing lost nothing, so neither may the product
 };
 
 struct AttentionArgs {

@@ -131,6 +131,19 @@ PF_EXPORT void pf_advise_huge_pages(void* data, int64_t bytes) {
 #endif
 }
 
+// Whether every number is a bfloat16: the lower half of each is zero.
+PF_EXPORT int32_t pf_fits_bfloat16(const uint32_t* numbers, int64_t count, int32_t threads) {
+  constexpr int64_t kPiece = 1 << 14;
+  uint32_t lost = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(| : lost) if (threads > 1)
+  for (int64_t begin = 0; begin < count; begin += kPiece) {
+    if (lost & 0xffff) continue;
+    int64_t end = begin + kPiece < count ? begin + kPiece : count;
+    for (int64_t i = begin; i < end; i++) lost |= numbers[i];
+  }
+  return (lost & 0xffff) == 0;
+}
+
 PF_EXPORT void pf_pack_linear(const PackArgs* args) { kernels().pack_linear(args); }
 
 PF_EXPORT void pf_pack_codes(const CodesArgs* args) { kernels().pack_codes(args); }

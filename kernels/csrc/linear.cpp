@@ -217,11 +217,15 @@ struct Product {
 
 // Over bfloat16 weights.
 #if defined(__AMX_BF16__)
-template <typename T>
-using PairProduct = TileProduct<T>;
+static void run_pairs(const LinearArgs& args, float) {
+  args.is_exact ? TileProduct<float, 3>(args).run() : TileProduct<float, 2>(args).run();
+}
+static void run_pairs(const LinearArgs& args, bf16) { TileProduct<bf16, 1>(args).run(); }
 #else
 template <typename T>
-using PairProduct = Product<T, uint32_t>;
+static void run_pairs(const LinearArgs& args, T) {
+  Product<T, uint32_t>(args).run();
+}
 #endif
 
 template <typename T>
@@ -229,7 +233,7 @@ static void linear_for(const LinearArgs& args) {
   if (args.packed_dtype == kFloat32) {
     Product<T, float>(args).run();
   } else if (args.packed_dtype == kBFloat16) {
-    PairProduct<T>(args).run();
+    run_pairs(args, T{});
   } else if (args.packed_dtype == kInt4) {
     Product<T, nibbles>(args).run();
   } else {

@@ -2,10 +2,10 @@
 //
 // A tile register holds 16 rows of 64 bytes: 32 inputs of 16 rows, or as many inputs of 16 columns in
 // pairs, which is how a packed panel lies in memory. The unit multiplies bfloat16 and sums in float32.
-// A float32 input is therefore split in two bfloat16 parts, x = high + low, which takes two products
-// and leaves at most 2^-17 of x out (the weights themselves were rounded by 2^-9).
+// A float32 input is therefore split in bfloat16 parts, one product each: two leave at most 2^-17 of x
+// out, less than the rounding of the weights by 2^-9; where weights are exact, three leave nothing out.
 //
-// Each output is one chain of sums in the order of k, the high part of 32 inputs before the low one,
+// Each output is one chain of sums in the order of k, the high part of 32 inputs before the lower ones,
 // so a row's result depends on nothing but the row: a decoded token takes the same path as a prompt.
 #pragma once
 
@@ -50,9 +50,8 @@ struct Tiles {
 
 // Inputs as the unit takes them: [row tile][step][part][row][kTileDepth], zeros past the last row and
 // the last input. Tiles are as even in rows as can be.
-template <typename T>
+template <typename T, int PARTS>
 struct TileInputs {
-  static constexpr int kParts = sizeof(T) == 4 ? 2 : 1;
   long rows, k, steps, count, tile_rows;
   uint16_t* data = nullptr;
 
@@ -61,19 +60,20 @@ struct TileInputs {
         tile_rows(ceil_div(rows, count)) {}
 
   long part_size() const { return tile_rows * kTileDepth; }
-  long tile_size() const { return steps * kParts * part_size(); }
+  long tile_size() const { return steps * PARTS * part_size(); }
   long bytes() const { return count * tile_size() * 2; }
   const uint16_t* tile(long t, long step) const {
-    return data + t * tile_size() + step * kParts * part_size();
+    return data + t * tile_size() + step * PARTS * part_size();
   }
 
   // 16 inputs of one row, to the place of the first part.
   void put_half(const float* source, long left, uint16_t* target) const {
-    Vec value = left >= kWidth ? load(source) : load_part(source, max_of(left, 0));
-    __m256i high = (__m256i)_mm512_cvtneps_pbh(value);
-    __m256i low = (__m256i)_mm512_cvtneps_pbh(sub(value, widen(high)));
-    _mm256_storeu_si256((__m256i*)target, high);
-    _mm256_storeu_si256((__m256i*)(target + part_size()), low);
+    Vec rest = left >= kWidth ? load(source) : load_part(source, max_of(left, 0));
+    for (int p = 0; p < PARTS; p++) {
+      __m256i part = (__m256i)_mm512_cvtneps_pbh(rest);
+      _mm256_storeu_si256((__m256i*)(target + p * part_size()), part);
+      rest = sub(rest, widen(part));
+    }
   }
   void put_half(const bf16* source, long left, uint16_t* target) const {
     uint16_t half[kWidth] = {0};
@@ -85,7 +85,7 @@ struct TileInputs {
     for (long m = 0; m < tile_rows; m++) {
       long row = t * tile_rows + m;
       uint16_t* target = data + t * tile_size() + m * kTileDepth;
-      for (long s = 0; s < steps; s++, target += kParts * part_size()) {
+      for (long s = 0; s < steps; s++, target += PARTS * part_size()) {
         for (long i = 0; i < kTileDepth; i += kWidth) {
           long at = s * kTileDepth + i;
           put_half(x + row * k + at, row < rows ? k - at : 0, target + i);
@@ -119,7 +119,7 @@ static void multiply_tiles(const uint16_t* inputs, long part_size, long tile_siz
     fetch.at += fetch.step;
     _tile_loadd(6, panel, kRowBytes);
     _tile_loadd(7, panel + kWidth, kRowBytes);
-#pragma GCC unroll 2
+#pragma GCC unroll 3
     for (int p = 0; p < PARTS; p++, inputs += part_size) {
       _tile_loadd(4, inputs, kTileDepth * 2);
       if (ROW_TILES == 2) _tile_loadd(5, inputs + tile_size, kTileDepth * 2);
@@ -135,12 +135,11 @@ static void multiply_tiles(const uint16_t* inputs, long part_size, long tile_siz
   if (ROW_TILES == 2) _tile_stored(3, second + kWidth, kRowBytes);
 }
 
-template <typename T>
+template <typename T, int PARTS>
 struct TileProduct {
-  static constexpr int kParts = TileInputs<T>::kParts;
   const LinearArgs& args;
   long k;
-  TileInputs<T> inputs;
+  TileInputs<T, PARTS> inputs;
 
   explicit TileProduct(const LinearArgs& a)
       : args(a), k(a.in_features), inputs(a.rows, a.in_features) {}
@@ -168,7 +167,7 @@ struct TileProduct {
       long tiles = min_of(2, part.end - t), first = t * inputs.tile_rows;
       long rows = min_of(tiles * inputs.tile_rows, args.rows - first);
       if (is_last) fetch_output<T>(args, first, rows, part.panel_index);
-      auto kernel = tiles == 2 ? multiply_tiles<kParts, 2> : multiply_tiles<kParts, 1>;
+      auto kernel = tiles == 2 ? multiply_tiles<PARTS, 2> : multiply_tiles<PARTS, 1>;
       kernel(inputs.tile(t, part.step), inputs.part_size(), inputs.tile_size(), part.panel,
              part.steps, fetch_for(part, t), sums, inputs.tile_rows, part.step > 0);
       if (is_last) write_panel<T>(args, first, rows, part.panel_index, sums);

@@ -5,6 +5,7 @@ turn; the median of `--repeats` runs is reported, and whether the tokens are equ
 PEER_VLLM_PYTHON set to the interpreter of an environment with vLLM, it runs the same workloads
 right after. The limit of the machine is what its bandwidth and GEMM rate, measured here, allow.
 
+With `--stored bfloat16` the checkpoint is bfloat16, as published ones are; all compute in float32.
 With `--weight-dtype bfloat16` ours reads narrow weights; the reference is ours in float32 and
 vLLM in bfloat16.
 
@@ -104,6 +105,7 @@ def run_all(folder: Path, workloads: list[Workload], options: argparse.Namespace
     transformers_logging.disable_progress_bar()
     model = LlamaConfig.from_pretrained(folder)
     is_narrow = options.weight_dtype != "auto"
+    weight_bytes = 2 if is_narrow or model.dtype == torch.bfloat16 else 4
     limit = Machine.measure()
     print(f"{limit.bandwidth / 1e9:.1f} GB/s, {limit.flops / 1e9:.0f} GFLOP/s", flush=True)
     prompts = {workload.name: workload.prompts(model.vocab_size) for workload in workloads}
@@ -123,9 +125,7 @@ def run_all(folder: Path, workloads: list[Workload], options: argparse.Namespace
         rows += compare(workload, our_runs[workload.name], their_run, name)
         print_equality(workload, our_runs[workload.name].tokens, their_run.tokens, name)
     rows += pool_and_cache_rows(workloads, our_runs)
-    rows += limit_rows(
-        workloads, our_runs, lambda w: limit.seconds(w, model, 2 if is_narrow else 4)
-    )
+    rows += limit_rows(workloads, our_runs, lambda w: limit.seconds(w, model, weight_bytes))
     peer_dtype = "bfloat16" if is_narrow else "float32"
     peer_runs = run_vllm(
         folder, workloads, prompts, options.repeats, options.pool_tokens, peer_dtype
@@ -218,6 +218,7 @@ def main() -> None:
     which.add_argument("--model", type=Path, help="a checkpoint folder")
     which.add_argument("--shape", choices=SHAPES, default="4x256", help="random weights")
     parser.add_argument("--workload", nargs="*", help="names; all where absent")
+    parser.add_argument("--stored", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--weight-dtype", default="auto", choices=("auto", "bfloat16", "int8"))
     parser.add_argument("--pool-tokens", type=int, default=32 * 1024)
     parser.add_argument("--repeats", type=int, default=3)
@@ -229,9 +230,11 @@ def main() -> None:
         folder = options.model
         if folder is None:
             folder = Path(scratch)
-            save_random(SHAPES[options.shape], folder)
+            save_random(SHAPES[options.shape], folder, getattr(torch, options.stored))
         rows = run_all(folder, chosen, options)
     name = f"engine, {options.model.name if options.model else options.shape}"
+    if options.stored != "float32":
+        name += f", stored as {options.stored}"
     if options.weight_dtype != "auto":
         name += f", {options.weight_dtype} weights"
     print_rows(name, rows)

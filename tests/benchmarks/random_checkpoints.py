@@ -13,8 +13,8 @@ MAX_CONTEXT = 2048
 _SPECIAL_TOKENS = ("<|end|>", "<|start|>")
 
 
-def save_random(shape: Shape, folder: Path) -> None:
-    """Weights as `transformers` draws them; no tokenizer."""
+def save_random(shape: Shape, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Weights as `transformers` draws them, rounded to `dtype`; no tokenizer."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=shape.vocab,
@@ -27,7 +27,7 @@ def save_random(shape: Shape, folder: Path) -> None:
         max_position_embeddings=MAX_CONTEXT,
         tie_word_embeddings=True,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
 
 
 def save_tokenizer(vocab_size: int, folder: Path) -> None:

@@ -58,15 +58,36 @@ def test_matrix_tiles_of_any_fill_equal_their_twin(
     torch.testing.assert_close(backend.linear(half, packed), expected, rtol=2e-2, atol=2e-2)
 
 
-def test_narrow_weights_leave_float_inputs_at_least_17_bits(backend: CpuBackend) -> None:
+# Of the larger half is for the inputs, the rest for float32 sums of 64 products.
+@pytest.mark.parametrize(("weight_dtype", "bits"), [(torch.bfloat16, 17), (None, 20)])
+def test_inputs_keep_as_many_bits_as_their_weights_deserve(
+    backend: CpuBackend, weight_dtype: torch.dtype | None, bits: int
+) -> None:
     torch.manual_seed(19)
     weight = torch.randn(96, 64).bfloat16()
     x = torch.randn(40, 64) * torch.logspace(-15, 15, 40)[:, None]
+    backend = CpuBackend(num_threads=2, weight_dtype=weight_dtype)
     out = backend.linear(x, backend.pack_linear(weight)).double()
     exact = x.double() @ weight.double().T
     most = x.double().abs() @ weight.double().abs().T
-    # Half of it for the inputs, half for float32 sums of 64 products.
-    assert ((out - exact).abs() <= most * 2.0**-17).all()
+    assert ((out - exact).abs() <= most * 2.0**-bits).all()
+
+
+def test_a_float_weight_is_kept_at_half_its_width_where_that_loses_nothing(
+    backend: CpuBackend,
+) -> None:
+    torch.manual_seed(21)
+    weight, x = torch.randn(192, 700).bfloat16().float(), torch.randn(9, 700)
+    packed = backend.pack_linear(weight)
+    assert packed.num_bytes == 192 * 700 * 2
+    ids = torch.arange(192)
+    assert torch.equal(backend.embedding(ids, packed, torch.float32), weight)
+    expected = (x.double() @ weight.double().T).float()
+    torch.testing.assert_close(backend.linear(x, packed), expected, rtol=1e-5, atol=1e-4)
+    assert backend.pack_table(weight).dtype == torch.bfloat16
+    weight[191, 699] += 2.0**-20
+    assert backend.pack_linear(weight).num_bytes == 192 * 700 * 4
+    assert backend.pack_table(weight) is weight
 
 
 def test_a_row_that_is_not_finite_spoils_no_other(backend: CpuBackend) -> None:
@@ -159,4 +180,4 @@ def test_packed_codes_take_their_bits_and_scales_and_no_more(backend: CpuBackend
     codes, scales = torch.zeros(256, 1024, dtype=torch.uint8), torch.ones(256, 8)
     symmetric = backend.pack_quantized(QuantizedWeight(codes, scales, scales * 8, 128, 4))
     assert symmetric.num_bytes == 256 * 1024 // 2 + 256 * 8 * 4
-    assert backend.pack_linear(torch.zeros(256, 1024)).num_bytes == 256 * 1024 * 4
+    assert backend.pack_linear(torch.rand(256, 1024)).num_bytes == 256 * 1024 * 4

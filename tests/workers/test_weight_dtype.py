@@ -1,5 +1,6 @@
 """Linears kept narrower than the model computes: what is lost, and what is saved."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,27 @@ def test_weights_are_counted_as_they_are_kept(
     whole = load_runner(folder).partition.weights
     narrow = load_runner(folder, weight_dtype=weight_dtype).partition.weights
     assert share * whole <= narrow <= (share + 0.1) * whole
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_published_checkpoint_takes_half_the_memory_and_loses_nothing(
+    tmp_path: Path, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_llama(tmp_path / "model", SHAPE, tied=tied)
+    published, wide = tmp_path / "published", tmp_path / "wide"
+    tensors = load_file(made / "model.safetensors")
+    for folder, dtype in ((published, torch.bfloat16), (wide, torch.float32)):
+        shutil.copytree(made, folder)
+        tensors = {name: weight.bfloat16().to(dtype) for name, weight in tensors.items()}
+        save_file(tensors, folder / "model.safetensors")
+    prompt = random_prompt(40, SHAPE.vocab_size)
+    runner = load_runner(published)
+    assert runner.partition.weights <= 0.6 * load_runner(made).partition.weights
+    logits = all_logits(runner, [prompt], 40)[0]
+    assert torch.equal(logits, all_logits(load_runner(wide), [prompt], 40)[0])
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "reference")
+    expected = all_logits(load_runner(published), [prompt], 40)[0]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_narrow_weight_changes_no_answer_with_the_batch(tmp_path: Path) -> None:

@@ -109,21 +109,15 @@ class DecoderWeights:
 
 
 def load_weights(
-    config: DecoderConfig,
-    source: TensorSource,
-    backend: KernelBackend,
-    embedding_dtype: torch.dtype | None = None,
+    config: DecoderConfig, source: TensorSource, backend: KernelBackend
 ) -> DecoderWeights:
-    """Layer by layer, so that no more than one layer is held twice.
-
-    embedding_dtype: how a table that is not also the head is kept; None = as the source gives it.
-    """
+    """Layer by layer, so that no more than one layer is held twice."""
     width = config.hidden_size
     embedding = source.tensor("model.embed_tokens.weight", (config.vocab_size, width))
     if config.tie_word_embeddings:
         head, embedding = backend.pack_linear(embedding), None
     else:
-        embedding = embedding.to(embedding_dtype or embedding.dtype)
+        embedding = backend.pack_table(embedding)
         head = backend.pack_linear(source.tensor("lm_head.weight", (config.vocab_size, width)))
     layers = tuple(
         LayerLoader(config, source, backend, index).load() for index in range(config.num_layers)
