@@ -14,6 +14,7 @@ namespace PF_ISA {
 
 constexpr long kRowsPerBlock = 20 * kMaxRows;  // rows that share one pass over a weight panel
 constexpr long kDepth = 256;                   // of k in one chain of sums; a panel part fits in L1
+constexpr long kSerialInputs = 8192;           // inputs below which threads do not pay
 constexpr long kWideGroups = 6;                // groups from which narrow weights are widened first
 
 // How a group's inputs are laid out for the kernel, and the kernel itself.
@@ -22,9 +23,10 @@ struct Inputs {
   static constexpr bool kWidens = sizeof(W) == 1 || Layout<W>::kPaired;  // narrower than float
   static long words(long depth) { return depth; }
 
-  static void interleave(const T* x, int rows, long k, long depth, float* target) {
-    interleave_rows(x, k, rows, k, target);
-    for (long i = k * rows; i < depth * rows; i++) target[i] = 0;
+  // `count` of the k inputs of some rows, filled up with zeros to `depth`.
+  static void interleave(const T* x, int rows, long k, long count, long depth, float* target) {
+    interleave_rows(x, k, rows, count, target);
+    for (long i = count * rows; i < depth * rows; i++) target[i] = 0;
   }
   static void multiply(int rows, const float* a, const W* panel, long depth, float* sums,
                        Fetch fetch) {
@@ -39,14 +41,14 @@ struct Inputs<bf16, uint32_t> {
   static constexpr bool kWidens = false;
   static long words(long depth) { return depth / 2; }
 
-  static void interleave(const bf16* x, int rows, long k, long depth, float* target) {
+  static void interleave(const bf16* x, int rows, long k, long count, long depth, float* target) {
     if (k % 2 == 0) {
-      interleave_rows((const float*)x, k / 2, rows, k / 2, target);
+      interleave_rows((const float*)x, k / 2, rows, count / 2, target);
       return;
     }
     for (int m = 0; m < rows; m++) {
       for (long i = 0; i < depth; i += 2) {
-        uint32_t high = i + 1 < k ? x[m * k + i + 1].bits : 0;
+        uint32_t high = i + 1 < count ? x[m * k + i + 1].bits : 0;
         uint32_t word = high << 16 | x[m * k + i].bits;
         memcpy(target + i / 2 * rows + m, &word, 4);
       }
@@ -83,14 +85,18 @@ struct Product {
     return a.group / parts;
   }
 
-  // Interleaving writes up to a vector past a group's end, hence the room between groups.
-  float* inputs_of(const RowGroups& groups, long g) const {
-    return inputs + groups.begin(g) * Inputs<T, W>::words(depth) + g * kWidth;
+  // From the `from`-th of a group's inputs on.
+  float* inputs_of(const RowGroups& groups, long g, long from) const {
+    return inputs + groups.begin(g) * Inputs<T, W>::words(depth) +
+           groups.size(g) * Inputs<T, W>::words(from);
   }
 
-  void interleave_group(const RowGroups& groups, long g) const {
-    Inputs<T, W>::interleave(x + groups.begin(g) * k, groups.size(g), k, depth,
-                             inputs_of(groups, g));
+  // A piece of kDepth inputs of a group.
+  void interleave_piece(const RowGroups& groups, long task) const {
+    long pieces = ceil_div(depth, kDepth), g = task / pieces, from = task % pieces * kDepth;
+    Inputs<T, W>::interleave(x + groups.begin(g) * k + from, groups.size(g), k,
+                             min_of(kDepth, k - from), min_of(kDepth, depth - from),
+                             inputs_of(groups, g, from));
   }
 
   static void add_sums(const float* chain, int count, float* target) {
@@ -160,7 +166,7 @@ struct Product {
         int count = groups.size(g);
         if (from + length == depth) fetch_output<T>(args, groups.begin(g), count, panel);
         Fetch fetch = fetch_for(part, length, g - group_begin, group_end - group_begin, widened);
-        const float* a = inputs_of(groups, g) + Inputs<T, W>::words(from) * count;
+        const float* a = inputs_of(groups, g, from);
         float* target = sums + (groups.begin(g) - first_row) * kPanel;
         float chain[kMaxRows * kPanel];
         bool is_apart = from > 0 || args.group > 0;
@@ -184,16 +190,17 @@ struct Product {
     static thread_local Scratch input_scratch;
     RowGroups groups(rows);
     long num_totals = args.group > 0 ? rows * ceil_div(k, chunk) : 0;
-    inputs = input_scratch.floats((size_t)(rows * depth + groups.count * kWidth + num_totals));
-    totals = inputs + rows * depth + groups.count * kWidth;
+    inputs = input_scratch.floats((size_t)(rows * depth + num_totals));
+    totals = inputs + rows * depth;
     if (args.zero) add_inputs();
     long panels = ceil_div(n, kPanel);
     long groups_per_block = min_of(groups.count, kRowsPerBlock / kMaxRows);
     long blocks = ceil_div(groups.count, groups_per_block);
     bool parallel = args.threads > 1 && (double)rows * n * k > kSerialWork;
-    bool parallel_inputs = parallel && rows > 64;
+    bool parallel_inputs = parallel && rows * k > kSerialInputs;
+    long pieces = groups.count * ceil_div(depth, kDepth);
     if (!parallel_inputs) {
-      for (long g = 0; g < groups.count; g++) interleave_group(groups, g);
+      for (long i = 0; i < pieces; i++) interleave_piece(groups, i);
     }
 #pragma omp parallel num_threads(args.threads) if (parallel)
     {
@@ -203,7 +210,7 @@ struct Product {
       float* sums = sums_scratch.floats((size_t)(sums_size + wide_size));
       if (parallel_inputs) {
 #pragma omp for schedule(dynamic, 1)
-        for (long g = 0; g < groups.count; g++) interleave_group(groups, g);
+        for (long i = 0; i < pieces; i++) interleave_piece(groups, i);
       }
 #pragma omp for schedule(guided, 1) nowait  // neighbours, as a panel fetches the next one's begin
       for (long task = 0; task < panels * blocks; task++) {

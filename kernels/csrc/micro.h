@@ -270,12 +270,19 @@ static PanelDot panel_dot_for(int rows) {
 #endif
 
 // dst[i][0..rows) = src row 0..rows at column i, for `count` columns: rows become columns.
-// Whole vectors are stored in ascending order, so dst needs kWidth floats of room past its end.
+// Whole vectors are stored in ascending order, each over the end of the one before, but for the last.
 template <typename T>
 PF_INLINE void interleave_rows(const T* src, long src_stride, int rows, long count, float* dst) {
-  long i = 0;
+  if (rows == 1) {
+    for (long i = 0; i < count; i += kWidth) {
+      long n = count - i;
+      n >= kWidth ? store(dst + i, load(src + i)) : store_part(dst + i, load_part(src + i, n), n);
+    }
+    return;
+  }
   Vec tile[kWidth];
-  for (; i < count; i += kWidth) {
+  long num_whole = count - (kWidth - 1) / rows;
+  for (long i = 0; i < count; i += kWidth) {
     long n = min_of(kWidth, count - i);
     for (int m = 0; m < kWidth; m++) {
       if (m >= rows) {
@@ -286,7 +293,10 @@ PF_INLINE void interleave_rows(const T* src, long src_stride, int rows, long cou
       }
     }
     transpose(tile);
-    for (long j = 0; j < n; j++) store(dst + (i + j) * rows, tile[j]);
+    for (long j = 0; j < n; j++) {
+      float* target = dst + (i + j) * rows;
+      i + j < num_whole ? store(target, tile[j]) : store_part(target, tile[j], rows);
+    }
   }
 }
 

@@ -199,13 +199,19 @@ struct TileProduct {
     long blocks = ceil_div(inputs.count, tiles_per_block);
     bool parallel = args.threads > 1 && (double)args.rows * args.out_features * k > kSerialWork;
     TileConfig config(inputs.tile_rows);
+    bool parallel_inputs = parallel && inputs.count > 1;  // one tile is filled before threads are there
+    if (!parallel_inputs) {
+      for (long t = 0; t < inputs.count; t++) inputs.fill_tile((const T*)args.x, t);
+    }
 #pragma omp parallel num_threads(args.threads) if (parallel)
     {
       static thread_local Scratch sums_scratch;
       float* sums = sums_scratch.floats((size_t)(tiles_per_block * kTileRows * kPanel));
       Tiles tiles(config);
+      if (parallel_inputs) {
 #pragma omp for schedule(dynamic, 1)
-      for (long t = 0; t < inputs.count; t++) inputs.fill_tile((const T*)args.x, t);
+        for (long t = 0; t < inputs.count; t++) inputs.fill_tile((const T*)args.x, t);
+      }
 #pragma omp for schedule(guided, 1) nowait  // neighbours, as a panel fetches the next one's begin
       for (long task = 0; task < panels * blocks; task++) {
         long block = task / panels, panel = task % panels;

@@ -49,6 +49,7 @@ def _engine(
 
 
 _LARGE = ("--pool-tokens", "20480")  # of a model whose KV cache takes 229 KB a token
+_PUBLISHED = ("--stored", "bfloat16")
 _NARROW = ("--weight-dtype", "bfloat16", "--workload", "single", "batch32")
 _LOOSE = ("--workload", "single", "batch32", "batch8long", "prefix32", "nsample", "loose")
 # Apart by workload, so that each is done within minutes.
@@ -62,6 +63,13 @@ SECTIONS = (
     _engine("smollm2", "--workload", "loose", "tight", "--repeats", "1", part="pool"),
     _engine("qwen3-0.6b", "--workload", "single", "batch32", "--repeats", "2", *_LARGE),
     _engine("qwen3-0.6b", "--workload", "prefix32", "--repeats", "1", *_LARGE, part="prefix"),
+    _engine("smollm2", *_LOOSE, *_PUBLISHED, "--repeats", "1", part="published"),
+    _engine(
+        "qwen3-0.6b",
+        *("--workload", "single", "batch32", "prefix32", "--repeats", "1"),
+        *(*_LARGE, *_PUBLISHED),
+        part="published",
+    ),
     _engine("4x256", *_NARROW, part="bfloat16"),
     _engine("smollm2", *_NARROW, part="bfloat16"),
     _engine("qwen3-0.6b", *_NARROW, "--repeats", "1", *_LARGE, part="bfloat16"),
