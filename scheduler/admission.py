@@ -1,7 +1,7 @@
 """Who enters the batch: waiting sequences, and the samples that fork off a finished prompt.
 
 A sequence is admitted on its whole known length, or on the longest it may become, in the queue's
-order; nobody is passed over.
+order; nobody is passed over. It waits a step where this one computes what it would compute too.
 Knows what free blocks are promised to; what happens when running rows need more is exhaustion's.
 """
 
@@ -38,6 +38,8 @@ class Admission:
                 self._evictor.exhaust(sequence, now)
                 continue
             prefix = self._find_prefix(sequence)
+            if self._is_being_computed(sequence, prefix, plan):
+                return  # it is in the cache a step later, for all who share it
             if not self._has_room(sequence, prefix):
                 self._books.counters.admissions_deferred += 1
                 return
@@ -63,10 +65,21 @@ class Admission:
     def _find_prefix(self, sequence: Sequence) -> Prefix:
         if sequence.swapped is not None:
             return self._manager.find_swapped(sequence, self._books.tier)
-        if not self._config.enable_prefix_caching or sequence.owes_prompt_logprobs:
+        if not self._may_share(sequence):
             return Prefix()
         loads_pay = self._books.costs.loads_pay
         return self._manager.find_prefix(sequence, self._books.tier, loads_pay)
+
+    def _is_being_computed(self, sequence: Sequence, prefix: Prefix, plan: StepPlan) -> bool:
+        """Whether rows of this step, or of one in flight, compute more of its prefix than a step
+        more costs."""
+        if sequence.swapped is not None or not self._may_share(sequence):
+            return False
+        num_tokens = self._manager.num_coming(sequence, prefix, plan.ends(self._batch))
+        return num_tokens > 0 and self._books.costs.waiting_pays(num_tokens)
+
+    def _may_share(self, sequence: Sequence) -> bool:
+        return self._config.enable_prefix_caching and not sequence.owes_prompt_logprobs
 
     def _has_room(self, sequence: Sequence, prefix: Prefix) -> bool:
         """The blocks that the rule asks for, beyond what is promised or kept for growth."""

@@ -13,6 +13,7 @@ every process, on every machine. The hash is fast, not proof: who serves a hit c
 """
 
 import hashlib
+from bisect import bisect_left
 from struct import pack
 
 import numpy as np
@@ -70,6 +71,12 @@ def extend_chain(previous: bytes, blocks: list[bytes]) -> list[bytes]:
 def block_hashes(root: bytes, token_ids: Int32Array, block_size: int) -> list[bytes]:
     """The pool chain: one hash per full block."""
     return extend_chain(root, split_blocks(token_ids, block_size))
+
+
+def num_equal(left: list[bytes], right: list[bytes]) -> int:
+    """How many blocks two chains share: where hashes are equal, so is all before them."""
+    places = range(min(len(left), len(right)))
+    return bisect_left(places, True, key=lambda place: left[place] != right[place])
 
 
 def stride_blocks(block_size: int) -> int:

@@ -16,6 +16,7 @@ class CostModel:
         self._block_bytes = config.block_bytes
         self.prefill_tokens_per_s = config.prefill_tokens_per_s
         self.copy_bytes_per_s = config.copy_bytes_per_s
+        self.decode_step_s = 0.0  # of steps that compute one token a row; 0 = none was yet
 
     def recompute_ms(self, num_tokens: int) -> float:
         """To compute so many positions again."""
@@ -30,9 +31,18 @@ class CostModel:
         """Whether loading a block from the host is cheaper than computing it."""
         return self.copy_ms(1) <= self.recompute_ms(self._block_size)
 
+    def waiting_pays(self, num_tokens: int) -> bool:
+        """Whether a step more costs less than to compute so many positions."""
+        return self.recompute_ms(num_tokens) > 1000.0 * self.decode_step_s
+
     def observe_step(self, num_tokens: int, num_rows: int, elapsed_s: float) -> None:
         """A step took so long. Only steps that mostly prefill say how fast prefill is."""
-        if elapsed_s > 0.0 and num_tokens >= max(_MIN_PREFILL_TOKENS, 4 * num_rows):
+        if elapsed_s <= 0.0:
+            return
+        if num_tokens == num_rows:
+            weight = _WEIGHT if self.decode_step_s else 1.0
+            self.decode_step_s += weight * (elapsed_s - self.decode_step_s)
+        elif num_tokens >= max(_MIN_PREFILL_TOKENS, 4 * num_rows):
             rate = num_tokens / elapsed_s
             self.prefill_tokens_per_s += _WEIGHT * (rate - self.prefill_tokens_per_s)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Array
 
 import numpy as np
 
-from .block_hash import extend_chain, split_blocks, stride_blocks
+from .block_hash import extend_chain, num_equal, split_blocks, stride_blocks
 from .block_pool import BlockPool
 from .content import Content, Tier
 from .content_index import ContentIndex
@@ -84,6 +84,21 @@ class KVCacheManager:
             num_idle = self._pool.count_idle(device_blocks)
             return Prefix(len(contents) * self.block_size, device_blocks, (), contents, num_idle)
         return self._two_tier_prefix(contents, tier, loads_pay)
+
+    def num_coming(self, sequence: Sequence, prefix: Prefix, ends: Int32Array) -> int:
+        """Positions after `prefix` that `sequence` shares with a row, all of which that row has
+        computed and can publish when rows have come to `ends`. int32 [rows]."""
+        batch, place = self._batch, prefix.num_computed // self.block_size
+        limit = (len(sequence.token_ids) - 1) // self.block_size
+        wanted = sequence.chain.hashes[:limit]
+        if place == len(wanted):
+            return 0
+        publishes = (batch.sequence_ids != 0) & (batch.next_publish <= ends)
+        for row in publishes.nonzero()[0].tolist():
+            shared = num_equal(wanted, batch.sequence(row).chain.hashes)
+            if place < shared <= int(ends[row]) // self.block_size:
+                return (shared - place) * self.block_size
+        return 0
 
     def _two_tier_prefix(self, contents: list[Content], tier: HostTier, loads_pay: bool) -> Prefix:
         device_blocks: list[int | None] = []

@@ -79,6 +79,14 @@ class StepPlan:
         """Tokens planned so far, without guesses."""
         return len(self.decode_rows) + self._num_chunk_tokens
 
+    def ends(self, batch: RunningBatch) -> Int32Array:
+        """int32 [rows]: positions computed once this step and those in flight have run."""
+        ends = batch.num_computed.copy()
+        ends[self.decode_rows] += 1
+        for row, count in self.chunks:
+            ends[row] += count
+        return ends
+
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to tell the runner. A row may enter only to wait for KV that

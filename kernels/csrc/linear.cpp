@@ -225,7 +225,11 @@ struct Product {
 // Over bfloat16 weights.
 #if defined(__AMX_BF16__)
 static void run_pairs(const LinearArgs& args, float) {
-  args.is_exact ? TileProduct<float, 3>(args).run() : TileProduct<float, 2>(args).run();
+  if (args.is_exact) {
+    TileProduct<float, 3>(args).run();
+  } else {
+    TileProduct<float, 2>(args).run();
+  }
 }
 static void run_pairs(const LinearArgs& args, bf16) { TileProduct<bf16, 1>(args).run(); }
 #else

@@ -276,7 +276,11 @@ PF_INLINE void interleave_rows(const T* src, long src_stride, int rows, long cou
   if (rows == 1) {
     for (long i = 0; i < count; i += kWidth) {
       long n = count - i;
-      n >= kWidth ? store(dst + i, load(src + i)) : store_part(dst + i, load_part(src + i, n), n);
+      if (n >= kWidth) {
+        store(dst + i, load(src + i));
+      } else {
+        store_part(dst + i, load_part(src + i, n), n);
+      }
     }
     return;
   }
@@ -295,7 +299,11 @@ PF_INLINE void interleave_rows(const T* src, long src_stride, int rows, long cou
     transpose(tile);
     for (long j = 0; j < n; j++) {
       float* target = dst + (i + j) * rows;
-      i + j < num_whole ? store(target, tile[j]) : store_part(target, tile[j], rows);
+      if (i + j < num_whole) {
+        store(target, tile[j]);
+      } else {
+        store_part(target, tile[j], rows);
+      }
     }
   }
 }

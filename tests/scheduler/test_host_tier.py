@@ -342,6 +342,7 @@ def test_measured_rates_replace_the_guesses():
     for _ in range(200):
         costs.observe_step(num_tokens=512, num_rows=1, elapsed_s=0.5)
         costs.observe_copy(num_blocks=10, elapsed_s=0.001)
-    costs.observe_step(num_tokens=64, num_rows=64, elapsed_s=10.0)  # a decode step says nothing
+    costs.observe_step(num_tokens=64, num_rows=64, elapsed_s=10.0)  # says nothing of prefills
     assert costs.prefill_tokens_per_s == pytest.approx(1024.0, rel=0.01)
     assert costs.copy_bytes_per_s == pytest.approx(1e7, rel=0.01)
+    assert costs.waiting_pays(11_000) and not costs.waiting_pays(9_000)  # of 10 s a step

@@ -85,8 +85,29 @@ def test_second_request_starts_from_the_firsts_blocks(run_ahead):
     assert cluster.model.num_computed_tokens - computed == 100 - 64 + 3
 
 
+def test_who_shares_a_prompt_waits_for_the_step_that_computes_it(run_ahead):
+    cluster = Cluster(run_ahead=run_ahead)
+    requests = [cluster.add(64), cluster.add(64), cluster.add([*range(1, 33), 7]), cluster.add(20)]
+    cluster.run()
+    cluster.assert_oracle()
+    assert [cluster.cached_tokens(request) for request in requests] == [0, 48, 32, 16]
+    assert cluster.model.num_computed_tokens == 64 + 16 + 1 + 4 + 4 * 3
+    assert cluster.steps[0].num_scheduled_tokens.tolist() == [64]
+    assert max(len(step.rows) for step in cluster.steps) == 4
+
+
+def test_nobody_waits_for_a_prompt_that_takes_more_than_this_step():
+    cluster = Cluster(prefill_chunk=32)
+    cluster.add(100)
+    cluster.add(100)
+    cluster.step()
+    assert cluster.steps[0].num_scheduled_tokens.tolist() == [32, 32]
+    cluster.run()
+    cluster.assert_oracle()
+
+
 def test_a_block_is_not_found_before_its_step_was_processed():
-    cluster = Cluster()
+    cluster = Cluster(prefill_chunk=16)
     cluster.add(64)
     cluster.launch()
     other = cluster.add(64)
