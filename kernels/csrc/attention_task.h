@@ -21,6 +21,13 @@ struct Task {
   float* partial;  // where the splits leave their states; null: they are merged and written out
 };
 
+// Sequences begin..end-1 have the first `splits` splits in the same blocks. Tasks leave there the states
+// of all their rows: [split][KV head][state].
+struct Shared {
+  long begin, end, splits;
+  float* partials;
+};
+
 // Runs tasks; see attention.cpp for what they are.
 template <typename T>
 struct Attention {
@@ -46,6 +53,10 @@ struct Attention {
   }
 
   long query_len(long s) const { return args.query_starts[s + 1] - args.query_starts[s]; }
+  long rows_of(const Shared& some) const {
+    return (args.query_starts[some.end] - args.query_starts[some.begin]) * group;
+  }
+  long state_size(const Shared& some) const { return State::size(rows_of(some), width); }
 
   // Calls use(first token, count, offset of the first) for each part of begin..begin + count that lies
   // in one block.
@@ -454,19 +465,33 @@ struct Attention {
     }
   }
 
-  // Merges the splits that tasks left apart, in the order in which run_task merges them.
-  // partials: [split][KV head][state].
-  void merge_sequence(long s, long splits, float* partials) const {
+  // Merges the splits that tasks left apart, in the order in which run_task merges them: those that
+  // the sequence shares, or null, then `splits` of its own. partials: [split][KV head][state].
+  void merge_sequence(long s, const Shared* shared, long splits, float* partials) const {
     long rows = query_len(s) * group, size = State::size(rows, width);
+    long num_shared = shared ? shared->splits : 0;
     Task task = {s, args.query_starts[s], args.query_starts[s + 1], 0, 0, 0, 0, nullptr};
     for (long head = 0; head < args.num_kv_heads; head++) {
-      State total(partials + head * size, rows, width);
-      for (long split = 1; split < splits; split++) {
-        float* memory = partials + (split * args.num_kv_heads + head) * size;
-        total.merge(State(memory, rows, width), rows, width);
+      State total;
+      for (long split = 0; split < num_shared + splits; split++) {
+        long own = split - num_shared;
+        State state = own < 0 ? shared_state(*shared, s, split, head)
+                              : State(partials + (own * args.num_kv_heads + head) * size, rows, width);
+        if (split == 0) {
+          total = state;
+        } else {
+          total.merge(state, rows, width);
+        }
       }
       write_rows(task, head, 0, rows, total);
     }
+  }
+
+  // Of the rows of one of the sequences.
+  State shared_state(const Shared& shared, long s, long split, long head) const {
+    float* memory = shared.partials + (split * args.num_kv_heads + head) * state_size(shared);
+    long first = (args.query_starts[s] - args.query_starts[shared.begin]) * group;
+    return State(memory, rows_of(shared), width).from(first, width);
   }
 };
 

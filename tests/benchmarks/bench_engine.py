@@ -5,6 +5,7 @@ turn; the median of `--repeats` runs is reported, and whether the tokens are equ
 PEER_VLLM_PYTHON set to the interpreter of an environment with vLLM, it runs the same workloads
 right after. The limit of the machine is what its bandwidth and GEMM rate, measured here, allow.
 
+With `--continuous` the requests of `transformers` go through its continuous batching.
 With `--stored bfloat16` the checkpoint is bfloat16, as published ones are; all compute in float32.
 With `--weight-dtype bfloat16` ours reads narrow weights; the reference is ours in float32 and
 vLLM in bfloat16.
@@ -17,7 +18,6 @@ import math
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,9 +32,10 @@ from benchmark_report import Row, print_rows, write_json
 from engine_workloads import SHAPES, WORKLOADS, Workload
 from machine_limits import Machine
 from our_engine import Measured, OurEngine
+from peer_transformers import ContinuousTransformers, Transformers
 from peer_vllm import PeerRun, run_vllm
 from random_checkpoints import save_random
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 from transformers.utils import logging as transformers_logging
 
 Tokens = dict[tuple[int, int], list[int]]
@@ -44,37 +45,6 @@ class Contender(Protocol):
     """What runs the workloads in this process."""
 
     def run(self, workload: Workload, prompts: list[list[int]]) -> Measured: ...
-
-
-class Transformers:
-    """`generate` on the whole batch at once; every prompt of a workload has the same length."""
-
-    def __init__(self, folder: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-    def run(self, workload: Workload, prompts: list[list[int]]) -> Measured:
-        batch = torch.tensor(prompts).repeat_interleave(workload.n, dim=0)
-        began = time.perf_counter()
-        self._generate(batch, 1)
-        first_token_s = time.perf_counter() - began
-        began = time.perf_counter()
-        output = self._generate(batch, workload.num_output_tokens)
-        seconds = time.perf_counter() - began
-        rows = output[:, batch.shape[1] :].tolist()
-        keys = ((row // workload.n, row % workload.n) for row in range(len(rows)))
-        return Measured(seconds, first_token_s, dict(zip(keys, rows, strict=True)))
-
-    @torch.inference_mode()
-    def _generate(self, batch: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        return self._model.generate(
-            batch,
-            attention_mask=torch.ones_like(batch),
-            min_new_tokens=num_tokens,
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            pad_token_id=0,
-            eos_token_id=None,
-        )
 
 
 def median(runs: list[Measured]) -> Measured:
@@ -114,7 +84,8 @@ def run_all(folder: Path, workloads: list[Workload], options: argparse.Namespace
         name = "ours in float32"
         theirs: Contender = OurEngine(folder, options.threads, options.pool_tokens)
     else:
-        name, theirs = "transformers", Transformers(folder)
+        name = "transformers, continuous" if options.continuous else "transformers"
+        theirs = ContinuousTransformers(folder) if options.continuous else Transformers(folder)
     for engine in (theirs, ours):  # warm-up
         engine.run(replace(WORKLOADS[0], num_output_tokens=4), prompts[workloads[0].name][:1])
     our_runs, their_runs = run_in_turn(workloads, prompts, options.repeats, ours, theirs)
@@ -218,6 +189,7 @@ def main() -> None:
     which.add_argument("--model", type=Path, help="a checkpoint folder")
     which.add_argument("--shape", choices=SHAPES, default="4x256", help="random weights")
     parser.add_argument("--workload", nargs="*", help="names; all where absent")
+    parser.add_argument("--continuous", action="store_true", help="batching by transformers")
     parser.add_argument("--stored", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--weight-dtype", default="auto", choices=("auto", "bfloat16", "int8"))
     parser.add_argument("--pool-tokens", type=int, default=32 * 1024)

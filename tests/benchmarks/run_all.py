@@ -57,13 +57,16 @@ SECTIONS = (
     Section("startup", "bench_startup.py", (), ("--repeats", "1")),
     _engine("4x256", *_LOOSE, quick=("--workload", "single", "batch32", "--repeats", "1")),
     _engine("4x256", "--workload", "prefix32", "prefix32-off", "loose", "tight", part="pool"),
+    _engine(
+        "4x256", "--continuous", "--workload", "batch32", "prefix32", "nsample", part="continuous"
+    ),
     _engine("smollm2", "--workload", "single", "batch32", "nsample"),
     _engine("smollm2", "--workload", "batch8long", "--repeats", "3", part="long"),
     _engine("smollm2", "--workload", "prefix32", "prefix32-off", "--repeats", "1", part="prefix"),
     _engine("smollm2", "--workload", "loose", "tight", "--repeats", "1", part="pool"),
     _engine("qwen3-0.6b", "--workload", "single", "batch32", "--repeats", "2", *_LARGE),
     _engine("qwen3-0.6b", "--workload", "prefix32", "--repeats", "1", *_LARGE, part="prefix"),
-    _engine("smollm2", *_LOOSE, *_PUBLISHED, "--repeats", "1", part="published"),
+    _engine("smollm2", *_LOOSE, *_PUBLISHED, "--repeats", "2", part="published"),
     _engine(
         "qwen3-0.6b",
         *("--workload", "single", "batch32", "prefix32", "--repeats", "1"),

@@ -176,6 +176,32 @@ def test_attention_is_bitwise_equal_in_any_chunk_batch_and_number_of_threads(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_heads", "kv_heads", "head_dim"), [(6, 3, 64), (16, 1, 20)])
+def test_blocks_that_sequences_share_are_read_once_for_the_same_result(
+    backend: CpuBackend, num_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(22)
+    context_lens = [1100, 1025, 1030, 600, 700, 900, 514, 512, 520, 1200]
+    query_lens = [1, 1, 6, 1, 1, 300, 2, 1, 1, 1]
+    metadata = make_metadata(16, context_lens, query_lens)
+    tables = metadata.block_tables
+    tables[1:5, :32] = tables[0, :32]  # three share two splits of 512, two more the first one
+    tables[1:3, :64] = tables[0, :64]
+    tables[7:9, :32] = tables[6, :32]  # one of them has nothing but these blocks
+    layer = make_cache(metadata, 16, kv_heads, head_dim, dtype)
+    q = torch.randn(sum(query_lens), num_heads, head_dim).to(dtype)
+    out = backend.attention(q, layer, metadata, 0.2)
+    assert_near(out, ReferenceBackend(deterministic=True).attention(q, layer, metadata, 0.2))
+    assert torch.equal(CpuBackend(num_threads=1).attention(q, layer, metadata, 0.2), out)
+    for row, (context, length) in enumerate(zip(context_lens, query_lens, strict=True)):
+        alone = make_metadata(16, [context], [length])
+        alone.block_tables[0] = tables[row, : alone.block_tables.shape[1]]
+        begin = int(metadata.query_starts[row])
+        part = backend.attention(q[begin : begin + length], layer, alone, 0.2)
+        assert torch.equal(part, out[begin : begin + length]), row
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("num_heads", "kv_heads", "head_dim", "rotary_dim"),
     [
