@@ -25,6 +25,7 @@ from .packed_linear import PackedLinear, exact_dtype, pack_codes, pack_linear
 from .quantized_weight import QuantizedWeight
 from .reference import ReferenceBackend
 from .sampling import DrawParams
+from .weight_arena import WeightArena
 
 
 class CpuBackend:
@@ -49,6 +50,7 @@ class CpuBackend:
         self.deterministic = deterministic
         self.num_threads = num_threads or torch.get_num_threads()
         self._weight_dtype = weight_dtype
+        self._arena = WeightArena()
         self._library = native_library()
         self._attention = AttentionArgs(threads=self.num_threads)
         self._rope = RopeArgs(threads=self.num_threads)
@@ -57,7 +59,7 @@ class CpuBackend:
         self._rope_layout: tuple[object, ...] = ()
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
-        return pack_linear(weight, bias, self._weight_dtype, self.num_threads)
+        return pack_linear(weight, bias, self._weight_dtype, self._arena, self.num_threads)
 
     def pack_table(self, table: Tensor) -> Tensor:
         """Rows are looked up: a scale for each would cost more than int8 saves."""
@@ -66,7 +68,7 @@ class CpuBackend:
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> LinearWeight:
         """Take a weight of codes as it is: never made float in memory."""
-        return pack_codes(weight, bias, self.num_threads)
+        return pack_codes(weight, bias, self._arena, self.num_threads)
 
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         assert isinstance(weight, PackedLinear), f"packed by another backend: {type(weight)}"

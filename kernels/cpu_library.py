@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 _LIBRARY_PATH = Path(__file__).with_name("_cpu.so")
+_PAUSE_SOFT = 1  # of OpenMP
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
@@ -151,6 +152,21 @@ def native_library() -> ctypes.CDLL:
 def is_available() -> bool:
     """Whether the compiled library was built and loads here."""
     return load_library() is not None
+
+
+def end_team() -> None:
+    """End the threads that helped the calling one with its parallel parts; they come again when
+    it needs them.
+
+    Every thread that computes has a team of its own, and where a process has more of them than
+    CPUs, libgomp's do not wait for a moment but sleep at once: a decode step, which is hundreds
+    of short parts, then takes a fifth longer. Who has loaded a model for another thread to run
+    must not keep its team.
+    """
+    library = load_library()
+    pause = None if library is None else getattr(library, "omp_pause_resource_all", None)
+    if pause is not None:
+        pause(_PAUSE_SOFT)
 
 
 def select_instruction_set(name: str | None = None) -> str:

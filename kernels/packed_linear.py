@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .cpu_library import DTYPE_CODES, CodesArgs, LinearArgs, PackArgs, native_library
 from .quantized_weight import QuantizedWeight
+from .weight_arena import WeightArena
 
 _CODES = {8: 2, 4: 3}  # by bits
 
@@ -54,7 +55,11 @@ def exact_dtype(weight: Tensor, num_threads: int) -> torch.dtype:
 
 
 def pack_linear(
-    weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, num_threads: int
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype | None,
+    arena: WeightArena,
+    num_threads: int,
 ) -> PackedLinear:
     """weight: [out_features, in_features], float32 or bfloat16. dtype: how it is stored; None = at
     the least width that loses nothing, and then products lose nothing either."""
@@ -62,7 +67,7 @@ def pack_linear(
     is_exact = dtype is None
     dtype = dtype or exact_dtype(weight, num_threads)
     out_features, in_features = weight.shape
-    packed = _room_for(out_features, in_features, DTYPE_CODES[dtype])
+    packed = arena.take(_packed_bytes(out_features, in_features, DTYPE_CODES[dtype]))
     scale = torch.zeros(out_features) if dtype == torch.int8 else None
     arguments = PackArgs(
         weight=weight.data_ptr(),
@@ -89,14 +94,16 @@ def pack_linear(
     return PackedLinear(out_features, in_features, dtype, packed, scale, None, bias, pointers)
 
 
-def pack_codes(weight: QuantizedWeight, bias: Tensor | None, num_threads: int) -> PackedLinear:
+def pack_codes(
+    weight: QuantizedWeight, bias: Tensor | None, arena: WeightArena, num_threads: int
+) -> PackedLinear:
     """A weight of codes by groups, as it is."""
     assert weight.is_packable, f"groups of {weight.group_size}"
     out_features, in_features = weight.codes.shape
     code = _CODES[weight.bits]
     # One group of all inputs may end inside a word.
     group = min(weight.group_size, -(-in_features // 8) * 8)
-    packed = _room_for(out_features, in_features, code)
+    packed = arena.take(_packed_bytes(out_features, in_features, code))
     scale, zero = _write_codes(weight, packed, group, num_threads)
     kept = zero if zero.any() else None
     bias = None if bias is None else bias.float().contiguous()
@@ -142,12 +149,8 @@ def _write_codes(
     return scale, zero
 
 
-def _room_for(out_features: int, in_features: int, code: int) -> Tensor:
-    library = native_library()
-    num_bytes = library.pf_packed_bytes(out_features, in_features, code)
-    packed = torch.empty(num_bytes, dtype=torch.uint8)
-    library.pf_advise_huge_pages(packed.data_ptr(), num_bytes)
-    return packed
+def _packed_bytes(out_features: int, in_features: int, code: int) -> int:
+    return native_library().pf_packed_bytes(out_features, in_features, code)
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

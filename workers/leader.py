@@ -15,6 +15,7 @@ from uuid import uuid4
 
 from torch.distributed import TCPStore
 
+from ..kernels.cpu_library import end_team
 from ..protos.messages import CacheIdentity, ModelCard, ReplicaInfo, TransferPeer
 from ..scheduler.prefix_imports import ImportOrder
 from ..scheduler.scheduler import Scheduler
@@ -63,6 +64,7 @@ def load_engine(
     logger.info("memory: %s", runner.partition.text)
     speed = runner.measure(execute=executor.execute)
     give_back_freed()  # the largest step so far, and what imports left
+    end_team()  # the engine's thread will have its own
     model = runner.model_info
     identity = CacheIdentity(
         model_fingerprint=model.fingerprint,

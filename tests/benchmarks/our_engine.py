@@ -9,6 +9,7 @@ from pathlib import Path
 
 from engine_workloads import Workload
 
+from pagefleet.kernels.cpu_library import end_team
 from pagefleet.protos.messages import (
     CacheIdentity,
     EngineRequest,
@@ -88,6 +89,7 @@ class OurEngine:
         )
         self._pool_tokens = pool_tokens
         self._runner = ModelRunner.load(self._config)
+        end_team()  # as whoever loads an engine does
 
     @contextmanager
     def running(

@@ -1,4 +1,5 @@
 import os
+import sys
 
 import pytest
 import torch
@@ -18,6 +19,17 @@ def test_one_openmp_runtime_serves_torch_and_the_kernels(backend: CpuBackend) ->
     with open("/proc/self/maps") as maps:
         runtimes = {line.split()[-1] for line in maps if "libgomp" in line or "libomp" in line}
     assert len(runtimes) <= 1, runtimes
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it counts Linux's threads")
+def test_a_team_ends_and_comes_again(backend: CpuBackend) -> None:
+    weight, x = backend.pack_linear(torch.randn(512, 512)), torch.randn(64, 512)
+    expected = backend.linear(x, weight)
+    num_threads = len(os.listdir("/proc/self/task"))
+    cpu_library.end_team()
+    assert len(os.listdir("/proc/self/task")) < num_threads
+    assert torch.equal(backend.linear(x, weight), expected)
+    assert len(os.listdir("/proc/self/task")) <= num_threads
 
 
 def test_a_set_that_is_not_there_is_refused_by_name() -> None:
