@@ -89,13 +89,13 @@ class OurEngine:
         )
         self._pool_tokens = pool_tokens
         self._runner = ModelRunner.load(self._config)
-        end_team()  # as whoever loads an engine does
 
     @contextmanager
     def running(
         self, pool_tokens: int | None = None, prefix_caching: bool = True
     ) -> Generator[Engine]:
         """A started engine with an empty cache."""
+        end_team()  # of this thread, which has loaded the model and run the reference
         config = replace(self._config, enable_prefix_caching=prefix_caching)
         num_blocks = (pool_tokens or self._pool_tokens) // config.block_size
         identity = CacheIdentity("benchmark", 0, "float32", config.block_size)
