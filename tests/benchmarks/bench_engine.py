@@ -7,8 +7,8 @@ right after. The limit of the machine is what its bandwidth and GEMM rate, measu
 
 With `--continuous` the requests of `transformers` go through its continuous batching.
 With `--stored bfloat16` the checkpoint is bfloat16, as published ones are; all compute in float32.
-With `--weight-dtype bfloat16` ours reads narrow weights; the reference is ours in float32 and
-vLLM in bfloat16.
+With `--weight-dtype bfloat16` ours reads narrow weights, with `--dtype bfloat16` it computes with
+them; the reference is ours in float32 and vLLM in bfloat16.
 
     python tests/benchmarks/bench_engine.py [--model DIR | --shape smollm2] [--json FILE]
 """
@@ -74,12 +74,13 @@ def run_all(folder: Path, workloads: list[Workload], options: argparse.Namespace
     torch.set_num_threads(options.threads)
     transformers_logging.disable_progress_bar()
     model = LlamaConfig.from_pretrained(folder)
-    is_narrow = options.weight_dtype != "auto"
+    is_narrow = options.weight_dtype != "auto" or options.dtype != "float32"
     weight_bytes = 2 if is_narrow or model.dtype == torch.bfloat16 else 4
     limit = Machine.measure()
     print(f"{limit.bandwidth / 1e9:.1f} GB/s, {limit.flops / 1e9:.0f} GFLOP/s", flush=True)
     prompts = {workload.name: workload.prompts(model.vocab_size) for workload in workloads}
-    ours = OurEngine(folder, options.threads, options.pool_tokens, options.weight_dtype)
+    widths = {"weight_dtype": options.weight_dtype, "dtype": options.dtype}
+    ours = OurEngine(folder, options.threads, options.pool_tokens, **widths)
     if is_narrow:
         name = "ours in float32"
         theirs: Contender = OurEngine(folder, options.threads, options.pool_tokens)
@@ -191,6 +192,7 @@ def main() -> None:
     parser.add_argument("--workload", nargs="*", help="names; all where absent")
     parser.add_argument("--continuous", action="store_true", help="batching by transformers")
     parser.add_argument("--stored", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--weight-dtype", default="auto", choices=("auto", "bfloat16", "int8"))
     parser.add_argument("--pool-tokens", type=int, default=32 * 1024)
     parser.add_argument("--repeats", type=int, default=3)
@@ -207,6 +209,8 @@ def main() -> None:
     name = f"engine, {options.model.name if options.model else options.shape}"
     if options.stored != "float32":
         name += f", stored as {options.stored}"
+    if options.dtype != "float32":
+        name += f", {options.dtype}"
     if options.weight_dtype != "auto":
         name += f", {options.weight_dtype} weights"
     print_rows(name, rows)

@@ -76,12 +76,18 @@ class OurEngine:
     """
 
     def __init__(
-        self, folder: Path, num_threads: int, pool_tokens: int, weight_dtype: str = "auto"
+        self,
+        folder: Path,
+        num_threads: int,
+        pool_tokens: int,
+        *,
+        dtype: str = "float32",
+        weight_dtype: str = "auto",
     ) -> None:
         self._config = WorkerConfig(
             str(folder),
             device="cpu",
-            dtype="float32",
+            dtype=dtype,
             weight_dtype=weight_dtype,
             num_blocks=pool_tokens // 16,
             max_context=MAX_CONTEXT,
@@ -98,7 +104,7 @@ class OurEngine:
         end_team()  # of this thread, which has loaded the model and run the reference
         config = replace(self._config, enable_prefix_caching=prefix_caching)
         num_blocks = (pool_tokens or self._pool_tokens) // config.block_size
-        identity = CacheIdentity("benchmark", 0, "float32", config.block_size)
+        identity = CacheIdentity("benchmark", 0, config.dtype, config.block_size)
         scheduler = Scheduler(config.scheduler_config(num_blocks, 0, MAX_CONTEXT), identity)
         engine = Engine(scheduler, KeptExecutor(self._runner))
         engine.start()

@@ -75,6 +75,11 @@ SECTIONS = (
     ),
     _engine("4x256", *_NARROW, part="bfloat16"),
     _engine("smollm2", *_NARROW, part="bfloat16"),
+    _engine(
+        "smollm2",
+        *("--dtype", "bfloat16", "--workload", "single", "batch32"),
+        part="all-bfloat16",
+    ),
     _engine("qwen3-0.6b", *_NARROW, "--repeats", "1", *_LARGE, part="bfloat16"),
     Section("stream", "bench_stream.py", (), ("--shape", "4x256", "--repeats", "1")),
     Section("step", "bench_step.py", (), ("--repeats", "1", "--running", "1", "32")),
