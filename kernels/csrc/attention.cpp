@@ -55,7 +55,7 @@ struct Plan {
     }
     for (long i = 0; i < num_shared; i++) {
       num_tasks += shared[i].splits * ceil_div(args.num_kv_heads, heads_for(shared[i]));
-      partial_floats += shared[i].splits * args.num_kv_heads * attention.state_size(shared[i]);
+      partial_floats += floats_of(shared[i]);
     }
   }
 
@@ -151,6 +151,11 @@ struct Plan {
     return n;
   }
 
+  // Of what its tasks leave.
+  long floats_of(const Shared& some) const {
+    return some.splits * args.num_kv_heads * attention.state_size(some);
+  }
+
   long add_shared(const Shared& some, Task* tasks) const {
     long n = 0, heads = heads_for(some), size = attention.state_size(some);
     for (long split = 0; split < some.splits; split++) {
@@ -171,7 +176,7 @@ struct Plan {
     for (long i = 0; i < num_shared; i++) {
       shared[i].partials = partials;
       tasks += add_shared(shared[i], tasks);
-      partials += shared[i].splits * args.num_kv_heads * attention.state_size(shared[i]);
+      partials += floats_of(shared[i]);
     }
     for (long s = 0; s < args.num_sequences; s++) {
       if (is_short(s)) tasks += add_short(s, partials, tasks);
@@ -181,7 +186,7 @@ struct Plan {
 
   void merge(float* partials) const {
     for (long i = 0; i < num_shared; i++) {
-      partials += shared[i].splits * args.num_kv_heads * attention.state_size(shared[i]);
+      partials += floats_of(shared[i]);
     }
     for (long s = 0; s < args.num_sequences; s++) {
       if (!has_partials(s)) continue;

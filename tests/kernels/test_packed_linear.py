@@ -58,7 +58,7 @@ def test_matrix_tiles_of_any_fill_equal_their_twin(
     torch.testing.assert_close(backend.linear(half, packed), expected, rtol=2e-2, atol=2e-2)
 
 
-# Of the larger half is for the inputs, the rest for float32 sums of 64 products.
+# Float32 sums of 64 products may lose some of it, too.
 @pytest.mark.parametrize(("weight_dtype", "bits"), [(torch.bfloat16, 17), (None, 20)])
 def test_inputs_keep_as_many_bits_as_their_weights_deserve(
     backend: CpuBackend, weight_dtype: torch.dtype | None, bits: int
