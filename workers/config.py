@@ -28,7 +28,8 @@ class WorkerConfig:
     kv_dtype: of the KV cache: "auto" (as dtype) or "fp8" (e4m3: half the bytes of bfloat16, each
         key and value within a sixteenth; past 448 they are cut off).
     enforce_eager: on a GPU, record no decode steps as CUDA graphs.
-    num_blocks, kv_memory (bytes), memory_fraction: the pool's size; the first that is set holds.
+    num_blocks, kv_memory (bytes), memory_fraction: the pool's size; the first that is set holds. On
+        the CPU one of the first two is taken from the system at once, a fraction as it is used.
         memory_fraction: of the device's memory, weights and workspace included, on a GPU
         (None = 0.9); of the memory available once the weights are loaded, on the CPU (None = 0.25).
     host_memory: bytes of the second tier; 0 = none.
@@ -116,6 +117,11 @@ class WorkerConfig:
             raise ValueError(
                 f"quantized_weights must be auto, packed or dequantized: {self.quantized_weights!r}"
             )
+
+    @property
+    def names_pool_size(self) -> bool:
+        """Whether the pool has the size that somebody chose, not what is left for it."""
+        return self.num_blocks is not None or self.kv_memory is not None
 
     def scheduler_config(
         self, num_blocks: int, num_host_blocks: int, max_context: int

@@ -156,7 +156,7 @@ class ModelRunner:
         layout = BlockLayout.of(loaded.shard, config.block_size, kv_dtype)
         sizes = _graph_sizes(config, loaded.shard, decoder.backend, device)
         profile = None
-        if start is not None and config.num_blocks is None and config.kv_memory is None:
+        if start is not None and not config.names_pool_size:
             profile = _profile(config, loaded, layout, len(sizes), start, device)
         partition = _divide_memory(config, loaded, layout, spec, profile, device)
         partition = partition.limited(*ranks.minimum(partition.sizes))
@@ -169,6 +169,8 @@ class ModelRunner:
             config.faults,
             has_null_block=bool(sizes),
         )
+        if device.type == "cpu" and config.names_pool_size:
+            storage.take_memory()
         info = loaded.info(layout.dtype)
         _check_same_model(ranks, info.fingerprint)
         runner = cls(config, info, decoder, storage, partition, device, ranks)

@@ -29,8 +29,8 @@ struct Inputs {
     for (long i = count * rows; i < depth * rows; i++) target[i] = 0;
   }
   static void multiply(int rows, const float* a, const W* panel, long depth, float* sums,
-                       Fetch fetch) {
-    panel_product_for<W>(rows)(a, panel, depth, sums, kPanel, false, fetch);
+                       bool is_added, Fetch fetch) {
+    panel_product_for<W>(rows)(a, panel, depth, sums, kPanel, is_added, fetch);
   }
 };
 
@@ -55,8 +55,8 @@ struct Inputs<bf16, uint32_t> {
     }
   }
   static void multiply(int rows, const float* a, const uint32_t* panel, long depth, float* sums,
-                       Fetch fetch) {
-    panel_dot_for(rows)((const uint32_t*)a, panel, depth / 2, sums, kPanel, fetch);
+                       bool is_added, Fetch fetch) {
+    panel_dot_for(rows)((const uint32_t*)a, panel, depth / 2, sums, kPanel, is_added, fetch);
   }
 };
 #endif
@@ -97,12 +97,6 @@ struct Product {
     Inputs<T, W>::interleave(x + groups.begin(g) * k + from, groups.size(g), k,
                              min_of(kDepth, k - from), min_of(kDepth, depth - from),
                              inputs_of(groups, g, from));
-  }
-
-  static void add_sums(const float* chain, int count, float* target) {
-    for (long i = 0; i < count * kPanel; i += kWidth) {
-      store(target + i, add(load(target + i), load(chain + i)));
-    }
   }
 
   // sums (+)= scale * (chain - zero * sum of inputs), for `count` rows of a chunk that is part of
@@ -168,18 +162,16 @@ struct Product {
         Fetch fetch = fetch_for(part, length, g - group_begin, group_end - group_begin, widened);
         const float* a = inputs_of(groups, g, from);
         float* target = sums + (groups.begin(g) - first_row) * kPanel;
-        float chain[kMaxRows * kPanel];
-        bool is_apart = from > 0 || args.group > 0;
-        float* result = is_apart ? chain : target;
+        float chain[kMaxRows * kPanel];  // to be scaled before it is added
+        float* result = args.group > 0 ? chain : target;
+        bool is_added = args.group == 0 && from > 0;
         if (widened) {
-          panel_product_for<float>(count)(a, wide, length, result, kPanel, false, fetch);
+          panel_product_for<float>(count)(a, wide, length, result, kPanel, is_added, fetch);
         } else {
-          Inputs<T, W>::multiply(count, a, part, length, result, fetch);
+          Inputs<T, W>::multiply(count, a, part, length, result, is_added, fetch);
         }
         if (args.group > 0) {
           add_scaled(chain, groups.begin(g), count, from, panel, from == 0, target);
-        } else if (is_apart) {
-          add_sums(chain, count, target);
         }
       }
     }

@@ -45,13 +45,11 @@ struct RowGroups {
 };
 
 template <int ROWS, int VECS>
-PF_INLINE void load_sums(Vec sums[ROWS][VECS], const float* c, long ldc, bool accumulate) {
+PF_INLINE void clear_sums(Vec sums[ROWS][VECS]) {
 #pragma GCC unroll 12
   for (int m = 0; m < ROWS; m++) {
 #pragma GCC unroll 4
-    for (int v = 0; v < VECS; v++) {
-      sums[m][v] = accumulate ? load(c + m * ldc + v * kWidth) : zero();
-    }
+    for (int v = 0; v < VECS; v++) sums[m][v] = zero();
   }
 }
 
@@ -74,12 +72,25 @@ PF_INLINE void multiply_add(Vec sums[ROWS][VECS], const float* a, const Vec b[VE
   }
 }
 
+// How a chain of sums ends: c = them, or c += them.
+template <int ROWS, int VECS>
+PF_INLINE void end_sums(Vec sums[ROWS][VECS], float* c, long ldc, bool is_added) {
+  if (is_added) {
+#pragma GCC unroll 12
+    for (int m = 0; m < ROWS; m++) {
+#pragma GCC unroll 4
+      for (int v = 0; v < VECS; v++) sums[m][v] = add(load(c + m * ldc + v * kWidth), sums[m][v]);
+    }
+  }
+  store_sums<ROWS, VECS>(sums, c, ldc);
+}
+
 // c[m][0..kPanel) (+)= sum over k of a[k][m] * panel[k][0..kPanel).
 template <int ROWS>
 static void panel_product(const float* a, const float* panel, long k, float* c, long ldc,
-                          bool accumulate, Fetch fetch) {
+                          bool is_added, Fetch fetch) {
   Vec sums[ROWS][2];
-  load_sums<ROWS, 2>(sums, c, ldc, accumulate);
+  clear_sums<ROWS, 2>(sums);
   for (long i = 0; i < k; i++) {
     Vec b[2] = {load(panel), load(panel + kWidth)};
     fetch_more<float>(fetch);
@@ -87,7 +98,7 @@ static void panel_product(const float* a, const float* panel, long k, float* c, 
     a += ROWS;
     panel += kPanel;
   }
-  store_sums<ROWS, 2>(sums, c, ldc);
+  end_sums<ROWS, 2>(sums, c, ldc, is_added);
 }
 
 // The sum of kChains such products over k elements each, which lie one after the other. Totals stay in
@@ -99,10 +110,10 @@ template <int ROWS>
 static void chained_product(const float* a, long stride, const float* panel, long k, float* c,
                             long ldc) {
   Vec totals[ROWS][2];
-  load_sums<ROWS, 2>(totals, c, ldc, false);
+  clear_sums<ROWS, 2>(totals);
   for (int chain = 0; chain < kChains; chain++) {
     Vec sums[ROWS][2];
-    load_sums<ROWS, 2>(sums, c, ldc, false);
+    clear_sums<ROWS, 2>(sums);
     for (long i = 0; i < k; i++) {
       Vec b[2] = {load(panel), load(panel + kWidth)};
       multiply_add<ROWS, 2>(sums, a, b);
@@ -136,9 +147,9 @@ static ChainedProduct chained_product_for(int rows) {
 // The same for bfloat16: a panel's 32-bit words hold the elements of k (low half) and k + 1.
 template <int ROWS>
 static void panel_product(const float* a, const uint32_t* panel, long k, float* c, long ldc,
-                          bool accumulate, Fetch fetch) {
+                          bool is_added, Fetch fetch) {
   Vec sums[ROWS][2];
-  load_sums<ROWS, 2>(sums, c, ldc, accumulate);
+  clear_sums<ROWS, 2>(sums);
   for (long i = 0; i < k; i += 2) {
     const float* words = (const float*)panel;
     fetch_more<uint32_t>(fetch);
@@ -149,15 +160,15 @@ static void panel_product(const float* a, const uint32_t* panel, long k, float* 
     a += 2 * ROWS;
     panel += kPanel;
   }
-  store_sums<ROWS, 2>(sums, c, ldc);
+  end_sums<ROWS, 2>(sums, c, ldc, is_added);
 }
 
 // The same for int8; the caller applies the scale.
 template <int ROWS>
 static void panel_product(const float* a, const int8_t* panel, long k, float* c, long ldc,
-                          bool accumulate, Fetch fetch) {
+                          bool is_added, Fetch fetch) {
   Vec sums[ROWS][2];
-  load_sums<ROWS, 2>(sums, c, ldc, accumulate);
+  clear_sums<ROWS, 2>(sums);
   for (long i = 0; i < k; i++) {
     Vec b[2] = {load(panel), load(panel + kWidth)};
     fetch_more<int8_t>(fetch);
@@ -165,15 +176,15 @@ static void panel_product(const float* a, const int8_t* panel, long k, float* c,
     a += ROWS;
     panel += kPanel;
   }
-  store_sums<ROWS, 2>(sums, c, ldc);
+  end_sums<ROWS, 2>(sums, c, ldc, is_added);
 }
 
 // The same for signed nibbles, eight of k in a word.
 template <int ROWS>
 static void panel_product(const float* a, const nibbles* panel, long k, float* c, long ldc,
-                          bool accumulate, Fetch fetch) {
+                          bool is_added, Fetch fetch) {
   Vec sums[ROWS][2];
-  load_sums<ROWS, 2>(sums, c, ldc, accumulate);
+  clear_sums<ROWS, 2>(sums);
   for (long i = 0; i < k; i += 8) {
     Vec words[2] = {load((const float*)panel), load((const float*)panel + kWidth)};
     fetch_more<nibbles>(fetch);
@@ -185,7 +196,7 @@ static void panel_product(const float* a, const nibbles* panel, long k, float* c
     }
     panel += kPanel;
   }
-  store_sums<ROWS, 2>(sums, c, ldc);
+  end_sums<ROWS, 2>(sums, c, ldc, is_added);
 }
 
 template <typename W>
@@ -238,9 +249,9 @@ static void widen_panel(const nibbles* panel, long k, float* out) {
 // Both sides bfloat16, two elements of k to a word: a[k / 2][m] times panel[k / 2][0..kPanel).
 template <int ROWS>
 static void panel_dot(const uint32_t* a, const uint32_t* panel, long words, float* c, long ldc,
-                      Fetch fetch) {
+                      bool is_added, Fetch fetch) {
   Vec sums[ROWS][2];
-  load_sums<ROWS, 2>(sums, c, ldc, false);
+  clear_sums<ROWS, 2>(sums);
   for (long i = 0; i < words; i++) {
     __m512bh left = (__m512bh)_mm512_loadu_si512(panel);
     __m512bh right = (__m512bh)_mm512_loadu_si512(panel + kWidth);
@@ -254,10 +265,10 @@ static void panel_dot(const uint32_t* a, const uint32_t* panel, long words, floa
     a += ROWS;
     panel += kPanel;
   }
-  store_sums<ROWS, 2>(sums, c, ldc);
+  end_sums<ROWS, 2>(sums, c, ldc, is_added);
 }
 
-using PanelDot = void (*)(const uint32_t*, const uint32_t*, long, float*, long, Fetch);
+using PanelDot = void (*)(const uint32_t*, const uint32_t*, long, float*, long, bool, Fetch);
 
 static PanelDot panel_dot_for(int rows) {
   static const PanelDot kernels[] = {

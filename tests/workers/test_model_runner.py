@@ -4,7 +4,9 @@ Whatever the batch, the chunks, the cache and the preemptions: the tokens are th
 request alone.
 """
 
+import ctypes
 import itertools
+import mmap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -381,6 +383,23 @@ def test_min_tokens_keeps_the_end_back(llama: Path) -> None:
     assert answer.finish_reason is FinishReason.STOP
     assert len(answer.token_ids) == 8
     assert not {2, 5} & set(answer.token_ids[:7])
+
+
+def resident_share(tensor: torch.Tensor) -> float:
+    """Of its pages, those that the system has given."""
+    page = mmap.PAGESIZE
+    begin = tensor.data_ptr() // page * page
+    num_bytes = tensor.data_ptr() + tensor.numel() * tensor.element_size() - begin
+    pages = (ctypes.c_ubyte * -(-num_bytes // page))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), pages) == 0
+    return sum(page & 1 for page in pages) / len(pages)
+
+
+def test_a_pool_of_a_named_size_has_its_memory_before_the_first_step(llama: Path) -> None:
+    named = load_runner(llama, num_blocks=None, kv_memory=32 << 20)
+    assert resident_share(named.storage.pool) == 1.0
+    left = load_runner(llama, num_blocks=None, memory_fraction=0.25)
+    assert resident_share(left.storage.pool) < 0.2, "what nobody named is taken as it is used"
 
 
 def test_a_measurement_leaves_the_runner_as_it_was(llama: Path) -> None:
