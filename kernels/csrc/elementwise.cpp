@@ -124,13 +124,14 @@ static void gelu_tanh_and_mul(const void* gate_up, void* out, int64_t rows, int6
   gated<GeluTanh>(gate_up, out, rows, ffn, dtype, threads);
 }
 
-static float sum(const float* x, int64_t count) {
+// `next`: as many floats that are read after these, to be fetched meanwhile; or null.
+static float sum(const float* x, const float* next, int64_t count) {
   Vec sums[8];
   for (Vec& part : sums) part = zero();
   long i = 0;
   for (; i + 8 * kWidth <= count; i += 8 * kWidth) {
     for (int v = 0; v < 8; v++) {
-      prefetch(x + i + v * kWidth + 1024);
+      if (next) prefetch_l2(next + i + v * kWidth);
       sums[v] = add(sums[v], load(x + i + v * kWidth));
     }
   }

@@ -97,7 +97,7 @@ struct KernelTable {
   void (*gelu_tanh_and_mul)(const void* gate_up, void* out, int64_t rows, int64_t ffn,
                             int32_t dtype, int32_t threads);
   void (*filter_logits)(const FilterArgs*);
-  float (*sum)(const float* x, int64_t count);
+  float (*sum)(const float* x, const float* next, int64_t count);
   int64_t panel;  // columns of a panel
 };
 

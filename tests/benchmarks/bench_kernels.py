@@ -7,7 +7,8 @@ Cases: dec BATCHxCONTEXT HEADS/KV_HEADSxHEAD_DIM, pre QUERIES/CONTEXT likewise; 
 ROWSxOUTxIN; weights: all products of one token; draw ROWS: filters and the draw.
 
 Yardsticks:
-    bandwidth   the better of a sum of the whole pool in order and one in the order of its blocks
+    bandwidth   the better of a sum of the whole pool in order and one in the order of its blocks,
+                and the latter alone, which says what so short runs of memory allow at all
     gemm        torch's float32 product of 512 rows; `us` beside it is the time at that rate
 
     python tests/benchmarks/bench_kernels.py [--threads 1] [--repeats 8] [--only WORD] [--json FILE]
@@ -116,7 +117,9 @@ def decode_rows(bench: Bench) -> Iterator[Row]:
             ours, *sums = bench.fastest(attend, read(in_order), read(in_blocks))
             gigabytes = pool.numel() * 4 / 1e9
             case = f"dec {batch}x{context_len // 1024}k {num_heads}/{kv_heads}x{head_dim}"
-            yield Row(case, "bandwidth", gigabytes / ours, gigabytes / min(sums), "sum of the pool")
+            rate = gigabytes / ours
+            yield Row(case, "bandwidth", rate, gigabytes / min(sums), "sum of the pool")
+            yield Row(case, "bandwidth", rate, gigabytes / sums[1], "sum by blocks")
 
 
 GEMM_FLOPS = 2 * 512 * 1024 * 4096
