@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 export RAY_USAGE_STATS_ENABLED := 0
 # As workers have it: workers/openmp.py.
 export OMP_WAIT_POLICY := passive
-export GOMP_SPINCOUNT := 3000
+export GOMP_SPINCOUNT := 10000
 
 .PHONY: help venv gpu-tools demo serve test test-all lint types protos bench bench-quick clean
 

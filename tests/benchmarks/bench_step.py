@@ -2,7 +2,7 @@
 
 Schedule, input tensors, sampling of tiny logits, update, deltas to one sink: the whole engine loop
 over a model that returns the same hidden states at once. CPU time of the process, all threads; the
-reference is what issue 6 allows, 0.25 ms + 8 us per running sequence.
+reference is what is allowed, 0.25 ms + 8 us per running sequence.
 
     python tests/benchmarks/bench_step.py [--running 1 32 128 256] [--profile] [--json FILE]
 """

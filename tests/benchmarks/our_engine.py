@@ -1,5 +1,6 @@
 """The engine in this process, on the workloads of the benchmarks: no gateway, no network."""
 
+import math
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -28,12 +29,13 @@ MAX_CONTEXT = 2048
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run. tokens: generated ids by (prompt, sample)."""
+    """One run. tokens: generated ids by (prompt, sample). prompt_s: until all have their first."""
 
     seconds: float
     first_token_s: float
     tokens: dict[tuple[int, int], list[int]]
     preemptions: int = 0
+    prompt_s: float = math.nan
 
 
 @dataclass(eq=False)
@@ -44,6 +46,7 @@ class Collector:
     began: float
     tokens: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     first_token_s: float | None = None
+    prompt_s: float = math.nan
     preemptions: int = 0
     problem: str = ""
     ended: threading.Event = field(default_factory=threading.Event)
@@ -51,15 +54,21 @@ class Collector:
     def __call__(self, step: int, deltas: list[SequenceDelta]) -> None:
         for delta in deltas:
             key = int(delta.request_key), delta.index
-            self.tokens.setdefault(key, []).extend(delta.token_ids)
-            if delta.token_ids and self.first_token_s is None:
-                self.first_token_s = time.perf_counter() - self.began
+            said = self.tokens.setdefault(key, [])
+            if delta.token_ids and not said:
+                self._note_first_token()
+            said.extend(delta.token_ids)
             if delta.finish_reason is not None:
                 self.problem = self.problem or delta.error
                 self.preemptions += delta.usage.preemptions if delta.usage else 0
                 self.num_samples -= 1
         if self.num_samples == 0:
             self.ended.set()
+
+    def _note_first_token(self) -> None:
+        self.prompt_s = time.perf_counter() - self.began  # of the last one at the end
+        if self.first_token_s is None:
+            self.first_token_s = self.prompt_s
 
 
 class KeptExecutor(LocalExecutor):
@@ -83,6 +92,7 @@ class OurEngine:
         *,
         dtype: str = "float32",
         weight_dtype: str = "auto",
+        max_context: int = MAX_CONTEXT,
     ) -> None:
         self._config = WorkerConfig(
             str(folder),
@@ -90,10 +100,11 @@ class OurEngine:
             dtype=dtype,
             weight_dtype=weight_dtype,
             num_blocks=pool_tokens // 16,
-            max_context=MAX_CONTEXT,
+            max_context=max_context,
             num_threads=num_threads,
         )
         self._pool_tokens = pool_tokens
+        self._max_context = max_context
         self._runner = ModelRunner.load(self._config)
 
     @contextmanager
@@ -105,7 +116,7 @@ class OurEngine:
         config = replace(self._config, enable_prefix_caching=prefix_caching)
         num_blocks = (pool_tokens or self._pool_tokens) // config.block_size
         identity = CacheIdentity("benchmark", 0, config.dtype, config.block_size)
-        scheduler = Scheduler(config.scheduler_config(num_blocks, 0, MAX_CONTEXT), identity)
+        scheduler = Scheduler(config.scheduler_config(num_blocks, 0, self._max_context), identity)
         engine = Engine(scheduler, KeptExecutor(self._runner))
         engine.start()
         try:
@@ -125,7 +136,13 @@ class OurEngine:
         if collector.problem:
             raise RuntimeError(f"{workload.name}: {collector.problem}")
         assert collector.first_token_s is not None
-        return Measured(seconds, collector.first_token_s, collector.tokens, collector.preemptions)
+        return Measured(
+            seconds,
+            collector.first_token_s,
+            collector.tokens,
+            collector.preemptions,
+            collector.prompt_s,
+        )
 
 
 def requests(workload: Workload, prompts: list[list[int]]) -> Iterator[EngineRequest]:

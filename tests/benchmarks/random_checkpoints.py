@@ -13,7 +13,12 @@ MAX_CONTEXT = 2048
 _SPECIAL_TOKENS = ("<|end|>", "<|start|>")
 
 
-def save_random(shape: Shape, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+def save_random(
+    shape: Shape,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    max_context: int = MAX_CONTEXT,
+) -> None:
     """Weights as `transformers` draws them, rounded to `dtype`; no tokenizer."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -24,7 +29,7 @@ def save_random(shape: Shape, folder: Path, dtype: torch.dtype = torch.float32) 
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        max_position_embeddings=MAX_CONTEXT,
+        max_position_embeddings=max_context,
         tie_word_embeddings=True,
     )
     LlamaForCausalLM(config).to(dtype).save_pretrained(folder)

@@ -83,6 +83,9 @@ SECTIONS = (
     _engine("qwen3-0.6b", *_NARROW, "--repeats", "1", *_LARGE, part="bfloat16"),
     Section("stream", "bench_stream.py", (), ("--shape", "4x256", "--repeats", "1")),
     Section("step", "bench_step.py", (), ("--repeats", "1", "--running", "1", "32")),
+    Section(
+        "prompts", "bench_prompts.py", (), ("--repeats", "1", "--contexts", "256", "512", "1024")
+    ),
     Section("step-sampled", "bench_step.py", ("--sampled",)),
     Section("speculation", "bench_speculation.py"),
     Section("swap", "bench_swap.py", (), ("--megabytes", "64", "--repeats", "3")),
