@@ -26,7 +26,7 @@ from our_engine import Measured, OurEngine
 from random_checkpoints import save_random
 
 CONTEXTS = (1024, 2048, 4096, 8192, 16384, 32768)
-NUM_STEPS = 32
+NUM_STEPS = 128
 
 
 def medians_in_turn(

@@ -16,11 +16,13 @@ start, with the interpreter that PEER_VLLM_PYTHON names; without it there is no 
 import argparse
 import json
 import os
+import shutil
 import signal
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -43,12 +45,14 @@ OUR_IMPORT = "from pagefleet.cluster.llm import LLM"
 VLLM_IMPORT = "from vllm import LLM"
 OUR_SCRIPT = """
 import sys
+import tempfile
 from pagefleet.cluster.llm import LLM, SamplingParams
 llm = LLM(sys.argv[1], dtype="float32", num_blocks={blocks}, max_context={tokens})
 llm.generate(["The sea is"], SamplingParams(max_tokens=1, temperature=0.0))
 """
 VLLM_SCRIPT = """
 import sys
+import tempfile
 from vllm import LLM, SamplingParams
 llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len={tokens},
     block_size={block}, num_gpu_blocks_override={blocks}, kv_cache_memory_bytes={bytes},
@@ -231,6 +235,21 @@ def rows_of(case: str, ours: Start, theirs: Start | None) -> list[Row]:
     return rows
 
 
+def stored_as(dtype: str, model: Path, folder: Path) -> Path:
+    """A copy of a checkpoint of one file, its weights in `dtype`, as published ones are."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    target = folder / model.name
+    shutil.copytree(model, target)
+    weights = load_file(target / "model.safetensors")
+    narrow = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
+    save_file(narrow, target / "model.safetensors", {"format": "pt"})
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    (target / "config.json").write_text(json.dumps(config | {"dtype": dtype}), encoding="utf-8")
+    return target
+
+
 def measure(model: Path, repeats: int) -> list[Row]:
     peer = peer_python()
     sizes = {"tokens": POOL_TOKENS, "block": BLOCK_SIZE, "share": MEMORY_SHARE}
@@ -263,14 +282,20 @@ def measure(model: Path, repeats: int) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="a checkpoint folder; the default model")
+    parser.add_argument("--stored", choices=("bfloat16",), help="its numbers rounded")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    model = options.model or fetch_default(Console(stderr=True))
-    rows = measure(model.resolve(), options.repeats)
-    print_rows(f"start-up, {model.name}", rows)
+    model = (options.model or fetch_default(Console(stderr=True))).resolve()
+    name = f"start-up, {model.name}"
+    with tempfile.TemporaryDirectory() as scratch:
+        if options.stored is not None:
+            model = stored_as(options.stored, model, Path(scratch))
+            name += f", stored as {options.stored}"
+        rows = measure(model, options.repeats)
+    print_rows(name, rows)
     if options.json:
-        write_json(options.json, f"start-up, {model.name}", rows)
+        write_json(options.json, name, rows)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ _LOOSE = ("--workload", "single", "batch32", "batch8long", "prefix32", "nsample"
 # Apart by workload, so that each is done within minutes.
 SECTIONS = (
     Section("startup", "bench_startup.py", (), ("--repeats", "1")),
+    Section("startup-published", "bench_startup.py", _PUBLISHED),
     _engine("4x256", *_LOOSE, quick=("--workload", "single", "batch32", "--repeats", "1")),
     _engine("4x256", "--workload", "prefix32", "prefix32-off", "loose", "tight", part="pool"),
     _engine(
