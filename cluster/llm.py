@@ -35,7 +35,7 @@ from ..scheduler.scheduler import Scheduler
 from ..scheduler.stats import SchedulerStats
 from ..workers.config import WorkerConfig
 from ..workers.faults import Faults
-from ..workers.leader import load_engine, model_card
+from ..workers.loaded_engine import load_engine, model_card
 from .generation import (
     ChatMessage,
     ChatPrompt,

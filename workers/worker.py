@@ -108,7 +108,8 @@ class Worker:
         A new incarnation each time. asked_at: see `Leader`. actors: the names of its ranks, the
         leader's first; without them no blocks are exchanged with other replicas.
         """
-        from .leader import Leader, load_engine
+        from .leader import Leader
+        from .loaded_engine import load_engine
         from .ray_transfers import RayTransferLink
 
         assert self._leader is None, "one actor is one incarnation"

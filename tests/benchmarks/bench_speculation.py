@@ -36,7 +36,7 @@ from pagefleet.scheduler.stats import SchedulerStats
 from pagefleet.workers.config import WorkerConfig
 from pagefleet.workers.engine import Engine
 from pagefleet.workers.executor import LocalExecutor
-from pagefleet.workers.leader import load_engine
+from pagefleet.workers.loaded_engine import load_engine
 from pagefleet.workers.model_runner import ModelRunner
 
 POEM = (

@@ -64,7 +64,7 @@ DONE = "\nprint('ready', flush=True); sys.stdin.read()\n"
 RAY_DAEMONS = (
     "raylet",
     "gcs_server",
-    "ray::IDLE",
+    "ray::idle",
     "log_monitor",
     "dashboard",
     "monitor.py",
@@ -198,7 +198,7 @@ def memory_of(pid: int) -> tuple[float, float]:
             held = process.memory_full_info().pss / _MIB
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
-        if process.pid != pid and any(word in name for word in RAY_DAEMONS):
+        if process.pid != pid and any(word in name.lower() for word in RAY_DAEMONS):
             daemons += held
         else:
             own += held

@@ -38,7 +38,7 @@ from pagefleet.protos.messages import (
 )
 from pagefleet.workers.config import WorkerConfig
 from pagefleet.workers.engine import Engine
-from pagefleet.workers.leader import load_engine
+from pagefleet.workers.loaded_engine import load_engine
 
 NUM_PROMPT_TOKENS = 64
 # Steps. A window has three in which every row needs a block; what else the machine does disturbs

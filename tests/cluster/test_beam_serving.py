@@ -22,7 +22,8 @@ from pagefleet.cluster.openai_api import make_app
 from pagefleet.protos.errors import InvalidArgument
 from pagefleet.protos.messages import AdmissionClass, SamplingParams
 from pagefleet.workers.config import WorkerConfig
-from pagefleet.workers.leader import Leader, load_engine
+from pagefleet.workers.leader import Leader
+from pagefleet.workers.loaded_engine import load_engine
 
 PROMPT = "Once upon a time, long enough for some blocks."
 BEAMS = SamplingParams(beam_width=4, n=3, max_tokens=12, length_penalty=0.5)

@@ -17,7 +17,8 @@ from pagefleet.cluster.gateway import Gateway
 from pagefleet.cluster.gateway_servers import GatewayServers
 from pagefleet.cluster.security import GatewaySecurity
 from pagefleet.workers.config import WorkerConfig
-from pagefleet.workers.leader import Leader, load_engine
+from pagefleet.workers.leader import Leader
+from pagefleet.workers.loaded_engine import load_engine
 
 KEYS = {name: f"pf-{name}-0123456789abcdef" for name in ("acme", "other", "admin")}
 SCHEMA = {

@@ -21,7 +21,8 @@ from pagefleet.cluster.gateway_servers import GatewayServers
 from pagefleet.protos import inference_pb2 as pb
 from pagefleet.protos.inference_pb2_grpc import InferenceStub
 from pagefleet.workers.config import WorkerConfig
-from pagefleet.workers.leader import Leader, load_engine
+from pagefleet.workers.leader import Leader
+from pagefleet.workers.loaded_engine import load_engine
 from pagefleet.workers.tracing import (
     Tracing,
     TracingUnavailable,

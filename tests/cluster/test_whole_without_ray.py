@@ -13,7 +13,8 @@ from pagefleet.cluster.generation import GenerateCall, TextPrompt, merge_deltas
 from pagefleet.protos import errors
 from pagefleet.protos.messages import ReplicaState, SamplingParams
 from pagefleet.workers.config import WorkerConfig
-from pagefleet.workers.leader import Leader, load_engine
+from pagefleet.workers.leader import Leader
+from pagefleet.workers.loaded_engine import load_engine
 
 NUM_BLOCKS = 96
 

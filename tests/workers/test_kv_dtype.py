@@ -9,7 +9,7 @@ from model_driver import GREEDY, all_logits, load_runner, make_request, random_p
 
 from pagefleet.scheduler.config import PreemptionMode
 from pagefleet.workers.config import WorkerConfig
-from pagefleet.workers.leader import load_engine
+from pagefleet.workers.loaded_engine import load_engine
 
 # Of a prompt's logits as a whole, by cosine, in a model whose attention is sharp: what a sixteenth
 # in every key and value comes to.

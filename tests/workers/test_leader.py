@@ -23,7 +23,8 @@ from pagefleet.protos.messages import (
 from pagefleet.scheduler.output import ModelRunnerOutput, SchedulerOutput
 from pagefleet.workers.config import WorkerConfig
 from pagefleet.workers.heartbeat import read_beats
-from pagefleet.workers.leader import Leader, LoadedEngine, load_engine
+from pagefleet.workers.leader import Leader
+from pagefleet.workers.loaded_engine import LoadedEngine, load_engine
 from pagefleet.workers.replica_end import ReplicaEnd
 
 WAIT_S = 60.0

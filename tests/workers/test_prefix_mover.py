@@ -22,7 +22,8 @@ from pagefleet.protos.messages import (
 from pagefleet.workers.block_staging import BlockBatch
 from pagefleet.workers.config import WorkerConfig
 from pagefleet.workers.faults import Faults
-from pagefleet.workers.leader import Leader, load_engine
+from pagefleet.workers.leader import Leader
+from pagefleet.workers.loaded_engine import load_engine
 from pagefleet.workers.prefix_mover import (
     ExportGrant,
     ExportRequest,
