@@ -2,10 +2,8 @@
 
 threads:  engine (steps) · loop (gateway streams, reports) · whoever calls `Leader`
 """
-# pyright: reportPrivateImportUsage=false
 
 import contextlib
-import logging
 import secrets
 import threading
 import time
@@ -26,8 +24,6 @@ from .replica_end import ReplicaEnd
 from .reporter import ControllerLink, Reporter
 from .request_spans import RequestSpans
 from .tracing import Tracing
-
-logger = logging.getLogger(__name__)
 
 _TRANSFER_CALL_S = 15.0
 
