@@ -209,6 +209,16 @@ def _budget(
     return int(available * fraction), int(available * fraction * _RESERVE_FRACTION)
 
 
+def check_free(kv_pool: int) -> None:
+    """Raises NotEnoughMemory where a pool of as many bytes would be the end of this process."""
+    available = available_memory()
+    if kv_pool > available:
+        raise NotEnoughMemory(
+            f"the KV pool (--num-blocks, --kv-memory) takes {kv_pool / 2**20:.0f} MiB and"
+            f" {available / 2**20:.0f} MiB are free: ask for fewer blocks"
+        )
+
+
 def available_memory() -> int:
     """Bytes this process could still take: the system's, within its control group's limit."""
     available = 0

@@ -38,7 +38,14 @@ from .grammar import GrammarTokenizer
 from .input_batch import InputBatch, StepLayout
 from .loaded_model import LoadedModel, ModelInfo, load_model, pick_device
 from .loader import Progress
-from .memory import PROMPT_LOGITS_BYTES, DeviceProfile, DeviceReading, MemoryPartition, plan_memory
+from .memory import (
+    PROMPT_LOGITS_BYTES,
+    DeviceProfile,
+    DeviceReading,
+    MemoryPartition,
+    check_free,
+    plan_memory,
+)
 from .models.config import DecoderConfig, ModelError
 from .models.decoder import Decoder
 from .promised_tokens import Promise
@@ -160,6 +167,9 @@ class ModelRunner:
             profile = _profile(config, loaded, layout, len(sizes), start, device)
         partition = _divide_memory(config, loaded, layout, spec, profile, device)
         partition = partition.limited(*ranks.minimum(partition.sizes))
+        takes_memory = device.type == "cpu" and config.names_pool_size
+        if takes_memory:
+            check_free(partition.kv_pool)
         storage = BlockStorage(
             layout,
             partition.num_blocks,
@@ -169,7 +179,7 @@ class ModelRunner:
             config.faults,
             has_null_block=bool(sizes),
         )
-        if device.type == "cpu" and config.names_pool_size:
+        if takes_memory:
             storage.take_memory()
         info = loaded.info(layout.dtype)
         _check_same_model(ranks, info.fingerprint)

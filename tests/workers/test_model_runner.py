@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from pagefleet.cluster import default_model
 from pagefleet.protos.messages import FinishReason, SamplingParams
 from pagefleet.scheduler.config import PreemptionMode
+from pagefleet.workers.memory import NotEnoughMemory, available_memory
 from pagefleet.workers.model_runner import ModelRunner
 
 NEAR_TIE = 1e-4
@@ -400,6 +401,11 @@ def test_a_pool_of_a_named_size_has_its_memory_before_the_first_step(llama: Path
     assert resident_share(named.storage.pool) == 1.0
     left = load_runner(llama, num_blocks=None, memory_fraction=0.25)
     assert resident_share(left.storage.pool) < 0.2, "what nobody named is taken as it is used"
+
+
+def test_a_named_pool_that_memory_has_no_room_for_is_refused(llama: Path) -> None:
+    with pytest.raises(NotEnoughMemory, match=r"--kv-memory.* are free"):
+        load_runner(llama, num_blocks=None, kv_memory=2 * available_memory())
 
 
 def test_a_measurement_leaves_the_runner_as_it_was(llama: Path) -> None:
