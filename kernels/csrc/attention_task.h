@@ -8,10 +8,10 @@ namespace pagefleet {
 namespace PF_ISA {
 
 constexpr long kSplit = 4 * kTile;
-constexpr long kStreamTokens = 32;    // tokens of all heads that are read before the next ones
-constexpr long kStreamBytes = 65536;  // as many tokens as that, or half, so that L2 holds them
-constexpr long kAheadBytes = 8192;    // fetched ahead beyond the tokens in work
-constexpr long kMaxHeads = 64;        // KV heads of one task
+constexpr long kMostTiles = kSplit / kTile + 1;  // of a split and of what is fetched after it
+constexpr long kAheadBytes = 65536;  // between what is fetched and what is in work: L2 holds it
+constexpr long kMaxHeads = 64;       // KV heads of one task
+constexpr long kValuesAtOnce = 32;   // rows of V of one head, or fewer, before the next head's
 
 struct Task {
   long sequence;
@@ -86,27 +86,32 @@ struct Attention {
     }
   }
 
-  // The same as runs of memory, from token `first` on: the tokens of a block in one piece if the task
-  // has all heads.
-  long find_runs(const Task& task, long begin, long count, long first, Run* runs) const {
-    const T* base = kv + task.head_begin * args.head_stride;
-    long row_bytes = (task.head_end - task.head_begin) * dim * (long)sizeof(T);
-    bool whole = task.head_end - task.head_begin == args.num_kv_heads;
+  // The tiles of begin..begin + count that have tokens from `first` on. rows: two for each token.
+  long list_tiles(const Task& task, long begin, long count, long first, const char** rows,
+                  TileRows* tiles, uint8_t (*room)[kTile]) const {
     long n = 0;
-    for (long tile = 0; tile < count; tile += kTile) {
-      const int64_t planes[] = {0, args.value_offset};
-      for (int64_t plane : planes) {
-        long from = max_of(begin + tile, first), to = begin + min_of(tile + kTile, count);
-        for_each_part(task.sequence, from, to - from, [&](long, long part, int64_t offset) {
-          const T* start = base + offset + plane;
-          if (whole) runs[n++] = {(const char*)start, part * row_bytes};
-          for (long i = 0; i < part && !whole; i++) {
-            runs[n++] = {(const char*)(start + i * args.token_stride), row_bytes};
-          }
-        });
-      }
+    for (long tile = begin; tile < begin + count; tile += kTile) {
+      Seen seen = {max_of(0, first - tile), min_of(kTile, begin + count - tile)};
+      if (seen.begin >= seen.end) continue;
+      TokenOrder order = TokenOrder::of(seen, room[n]);
+      list_rows(task, tile, seen.end, order, rows);
+      tiles[n++] = {tile, seen.end, order, rows};
+      rows += 2 * order.count;
     }
     return n;
+  }
+
+  void list_rows(const Task& task, long tile, long length, TokenOrder order, const char** rows) const {
+    const char* keys[kTile];
+    for_each_part(task.sequence, tile, length, [&](long first, long part, int64_t offset) {
+      const T* key = kv + task.head_begin * args.head_stride + offset;
+      for (long i = 0; i < part; i++) keys[first + i] = (const char*)(key + i * args.token_stride);
+    });
+    long to_value = args.value_offset * (long)sizeof(T);
+    for (long i = 0; i < order.count; i++) {
+      rows[i] = keys[order.tokens[i]];
+      rows[order.count + i] = rows[i] + to_value;
+    }
   }
 
   // K of a tile, turned: panels of kPanel tokens, [panel][depth][kPanel]; zeros past `count` and
@@ -183,8 +188,9 @@ struct Attention {
   }
 
   struct Workspace {
-    float *queries, *keys, *values, *scores, *states;
-    int64_t *offsets, *steps;
+    float *queries, *keys, *values, *scores, *raw, *states;
+    int64_t* offsets;
+    const char** rows;  // that are read in turn
     Run* runs;
   };
 
@@ -255,8 +261,10 @@ struct Attention {
 
   Workspace workspace_for(long rows, long heads) const {
     static thread_local Scratch scratch, list_scratch;
+    long scored = min_of(rows, kMaxRows);
     long sizes[] = {heads * padded_rows(rows) * depth, kTile * depth, kTile * width,
-                    heads * min_of(rows, kMaxRows) * kTile, 2 * heads * State::size(rows, width)};
+                    heads * scored * kTile, heads * RawScores::size(scored),
+                    2 * heads * State::size(rows, width)};
     long total = 0;
     for (long& size : sizes) total += size = ceil_div(size, 16) * 16;
     float* p = scratch.floats((size_t)total);
@@ -265,12 +273,13 @@ struct Attention {
     w.keys = p, p += sizes[1];
     w.values = p, p += sizes[2];
     w.scores = p, p += sizes[3];
+    w.raw = p, p += sizes[4];
     w.states = p;
-    size_t list = 2 * (kSplit + kTile);  // room for 2 * (kTile + kMaxRows) runs, too
-    w.offsets = (int64_t*)list_scratch.bytes((list + kTile) * sizeof(int64_t) + list * sizeof(Run));
-    w.steps = w.offsets + list;
-    w.runs = (Run*)(w.steps + kTile);
-    for (long t = 0; t < kTile; t++) w.steps[t] = t * width;
+    size_t list = 2 * (kSplit + kTile), runs = 2 * (kTile + kMaxRows);
+    w.offsets = (int64_t*)list_scratch.bytes(list * (sizeof(int64_t) + sizeof(char*)) +
+                                             runs * sizeof(Run));
+    w.rows = (const char**)(w.offsets + list);
+    w.runs = (Run*)(w.rows + list);
     return w;
   }
 
@@ -340,8 +349,12 @@ struct Attention {
           State part = state.from(first, width);
           float decay[kMaxRows];
           weigh_rows(rows, seen, all, part, w.scores, decay);
-          add_all_values<float>(rows, w.scores + all.begin, w.values, w.steps + all.begin,
-                                all.end - all.begin, decay, part.value, width, ahead);
+          uint8_t room[kTile];
+          TokenOrder order = TokenOrder::of(all, room);
+          for (long i = 0; i < order.count; i++) {
+            w.rows[i] = (const char*)(w.values + order.tokens[i] * width);
+          }
+          add_all_values<float>(rows, w.scores, w.rows, 0, order, decay, part.value, width, ahead);
         }
         if (tile + length == count) finish_rows(task, split, head, first, rows, w, state);
       }
@@ -351,74 +364,71 @@ struct Attention {
   // Whether K and V are read where they lie, once: few rows, and whole vectors.
   bool streams(long rows) const { return rows <= kMaxRows && width == dim; }
 
-  // Scores of the tokens from..to of a tile; some before and after them are written too.
-  void score_tokens(int rows, const float* queries, const T* base, const int64_t* offsets, long from,
-                    long to, float* copy, float* scores, Ahead& ahead) const {
-    constexpr long kCount = keys_at_once<T>();
-    bool even = args.block_size % kCount == 0;
-    for (long t = from / kCount * kCount; t < to; t += kCount) {
-      if (even && t + kCount <= to) {
-        score_keys(queries, base + offsets[t], args.token_stride, dim, rows, scores + t, ahead);
-        continue;
+  // One tile for few rows and all heads of the task, reading the cache in the order of the tokens.
+  void stream_tile(const Task& task, const TileRows& tile, int rows, const Workspace& w,
+                   const State* states, Ahead& ahead) const {
+    long heads = task.head_end - task.head_begin;
+    score_tile(heads, tile, rows, w, ahead);
+    Seen seen[kMaxRows];
+    Seen all = find_seen(task, 0, rows, tile.begin, tile.length, seen);
+    float decays[kMaxHeads][kMaxRows], ones[kMaxRows];
+    for (float& one : ones) one = 1.0f;
+    for (long h = 0; h < heads; h++) {
+      float* scores = w.scores + h * rows * kTile;
+      place_scores(raw_scores(w, h, rows), tile.order, scores);
+      weigh_rows(rows, seen, all, states[h], scores, decays[h]);
+    }
+    // All heads' rows of the tokens in work must be on their way before the first head begins.
+    long step = max_of(kStrands, min_of(kValuesAtOnce, kAheadBytes / ahead.row_bytes));
+    for (long i = 0; i < tile.order.count; i += step) {
+      TokenOrder part = {tile.order.tokens + i, min_of(step, tile.order.count - i)};
+      for (long h = 0; h < heads; h++) {
+        add_all_values<T>(rows, w.scores + h * rows * kTile, tile.values() + i, h * head_bytes(), part,
+                          i == 0 ? decays[h] : ones, states[h].value, width, ahead);
       }
-      T* keys = (T*)copy;  // rows that are not evenly spaced are put side by side first
-      for (long j = 0; j < kCount; j++) {
-        long row = min_of(max_of(t + j, from), to - 1);
-        memcpy(keys + j * dim, base + offsets[row], (size_t)dim * sizeof(T));
-      }
-      score_keys(queries, keys, dim, dim, rows, scores + t, ahead);
     }
   }
 
-  // One tile for few rows and all heads of the task, reading the cache in the order of memory.
-  void stream_tile(const Task& task, long tile, long length, int rows, const int64_t* offsets,
-                   const Workspace& w, const State* states, long step, Ahead& ahead) const {
-    long heads = task.head_end - task.head_begin;
-    const T* base = kv + task.head_begin * args.head_stride;
-    Seen seen[kMaxRows];
-    Seen all = find_seen(task, 0, rows, tile, length, seen);
-    if (all.begin >= all.end) return;
-    long query_size = padded_rows(rows) * depth;
-    for (long from = all.begin; from < all.end; from = (from / step + 1) * step) {
-      long to = min_of((from / step + 1) * step, all.end);
-      for (long h = 0; h < heads; h++) {
-        score_tokens(rows, w.queries + h * query_size, base + h * args.head_stride, offsets, from,
-                     to, w.keys, w.scores + h * rows * kTile, ahead);
+  void score_tile(long heads, const TileRows& tile, long rows, const Workspace& w,
+                  Ahead& ahead) const {
+    constexpr long kCount = keys_at_once<T>();
+    long query_size = padded_rows(rows) * depth, count = tile.order.count;
+    for (long i = 0; i < count; i += kCount) {
+      const char* const* keys = tile.keys() + i;
+      const char* last[kCount];
+      if (i + kCount > count) {
+        for (long t = 0; t < kCount; t++) last[t] = keys[min_of(t, count - i - 1)];
+        keys = last;
       }
-    }
-    float decays[kMaxRows], ones[kMaxRows];
-    for (int m = 0; m < rows; m++) ones[m] = 1.0f;
-    for (long from = all.begin; from < all.end; from = (from / step + 1) * step) {
-      long to = min_of((from / step + 1) * step, all.end);
       for (long h = 0; h < heads; h++) {
-        float* scores = w.scores + h * rows * kTile;
-        bool is_first = from == all.begin;
-        if (is_first) weigh_rows(rows, seen, all, states[h], scores, decays);
-        add_all_values<T>(rows, scores + from, base + h * args.head_stride, offsets + length + from,
-                          to - from, is_first ? decays : ones, states[h].value, width, ahead);
+        score_keys<T>(w.queries + h * query_size, keys, h * head_bytes(), dim, raw_scores(w, h, rows),
+                      i, ahead);
       }
     }
   }
+
+  RawScores raw_scores(const Workspace& w, long h, long rows) const {
+    return {w.raw + h * RawScores::size(rows), rows};
+  }
+  long head_bytes() const { return args.head_stride * (long)sizeof(T); }
 
   // One split for few rows. The list of rows holds `more` tokens of the next split, so that its
   // beginning is on the way when it is reached.
   void stream_split(const Task& task, long begin, long count, long more, int rows,
                     const Workspace& w, const State* states) const {
-    // A head's rows are used in turn while memory is fetched in order: all heads' rows of the tokens
-    // in work must be on their way before the first head begins.
-    long token_bytes = (task.head_end - task.head_begin) * dim * (long)sizeof(T);
-    long step = kStreamTokens * token_bytes > kStreamBytes ? kStreamTokens / 2 : kStreamTokens;
-    long lead = step * token_bytes + kAheadBytes;
+    TileRows tiles[kMostTiles];
+    uint8_t room[kMostTiles][kTile];
     long first = first_seen(position_of(task.sequence, task.query_begin));
-    Ahead ahead = Ahead::over(w.runs, find_runs(task, begin, count + more, first, w.runs));
-    if (begin == task.split_begin * kSplit) {
-      for (long i = 0; i < lead; i += 64) ahead.fetch(64);
-    } else {
-      ahead.skip(lead);
-    }
-    for (long tile = 0; tile < count; tile += kTile) {
-      stream_tile(task, begin + tile, min_of(kTile, count - tile), rows, w.offsets + 2 * tile, w,
-                  states, step, ahead);
+    long num_tiles = list_tiles(task, begin, count + more, first, w.rows, tiles, room);
+    const TileRows& last = tiles[num_tiles - 1];
+    const char* const* end = last.values() + last.order.count;
+    long row_bytes = (task.head_end - task.head_begin) * dim * (long)sizeof(T);
+    long lead = min_of(kAheadBytes / row_bytes, end - w.rows);
+    bool is_first = begin == task.split_begin * kSplit;
+    Ahead ahead = Ahead::over(w.rows + (is_first ? 0 : lead), end - 1, row_bytes);
+    if (is_first) ahead.fetch(lead * row_bytes);
+    for (const TileRows* tile = tiles; tile < tiles + num_tiles; tile++) {
+      if (tile->begin < begin + count) stream_tile(task, *tile, rows, w, states, ahead);
     }
   }
 
@@ -448,7 +458,6 @@ struct Attention {
     for (long split = task.split_begin; split < task.split_end; split++) {
       long begin = split * kSplit, count = min_of(kSplit, context - begin);
       long more = split + 1 < task.split_end ? min_of(kTile, context - begin - count) : 0;
-      find_rows(task.sequence, begin, count + more, w.offsets);
       State states[kMaxHeads];
       for (long h = 0; h < heads; h++) states[h] = start_split(task, split, h, rows, w);
       if (streams(rows)) {
@@ -457,6 +466,7 @@ struct Attention {
           finish_rows(task, split, task.head_begin + h, 0, rows, w, states[h]);
         }
       } else {
+        find_rows(task.sequence, begin, count + more, w.offsets);
         for (long h = 0; h < heads; h++) {
           attend_split(task, task.head_begin + h, split, count, more, groups, w,
                        w.queries + h * query_size, states[h]);

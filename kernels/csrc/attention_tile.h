@@ -2,57 +2,12 @@
 #pragma once
 
 #include "micro.h"
+#include "reading_order.h"
 
 namespace pagefleet {
 namespace PF_ISA {
 
-constexpr long kTile = 128;
 constexpr float kLowest = -3.0e38f;
-
-// A piece of the cache that is read as a whole: K or V of one block.
-struct Run {
-  const char* begin;
-  long bytes;
-};
-
-// Walks over runs some way ahead of their use and fetches them, a few lines with each step of the
-// arithmetic: a burst would fill the queue of misses and stall what follows it.
-struct Ahead {
-  const char *at, *end;  // of the current run
-  const Run *run, *last;
-
-  static Ahead over(const Run* runs, long count) {
-    return {runs->begin, runs->begin + runs->bytes, runs, runs + count - 1};
-  }
-  PF_INLINE_MEMBER void fetch(long bytes) {
-    for (long i = 0; i < bytes; i += 64) prefetch_l2(at + i);
-    skip(bytes);
-  }
-  PF_INLINE_MEMBER void skip(long bytes) {
-    at += bytes;
-    while (at >= end && run != last) {
-      long over = at - end;
-      run++;
-      at = run->begin + over;
-      end = run->begin + run->bytes;
-    }
-  }
-};
-
-// Fetches runs a line at a time, and then nothing more.
-struct Trickle {
-  const Run *run, *end;
-  long at;  // in the run
-
-  PF_INLINE_MEMBER void fetch(long) {
-    if (run == end) return;
-    prefetch_l2(run->begin + at);
-    at += 64;
-    if (at < run->bytes) return;
-    at = 0;
-    run++;
-  }
-};
 
 // Running softmax of some rows: the largest score, the sum of weights, the weighted sum of V.
 struct State {
@@ -101,47 +56,53 @@ struct Order {
 };
 
 constexpr int kRowsPerVec = kWidth / 4;  // query rows whose chains share a vector
-constexpr long kKeysAtOnce = 8;          // rows of K that share the loads of the queries
+static_assert(kStrands == 8, "eight rows of K share the loads of the queries");
 
 PF_INLINE long padded_rows(long rows) { return ceil_div(rows, kRowsPerVec) * kRowsPerVec; }
 
-// scores[m][0..KEYS) of as many keys, which lie `stride` floats apart, for up to VECS * kRowsPerVec
-// rows. queries: [dim / 4][VECS * kRowsPerVec][4].
+// Scores as they are computed: [kStrands tokens, in the order of reading][row][kStrands].
+struct RawScores {
+  float* memory;
+  long rows;
+
+  static long size(long rows) { return rows * kTile + kWidth; }
+  float* of(long i) const { return memory + i / kStrands * kStrands * rows + i % kStrands; }
+};
+
+// raw[m][0..KEYS) of as many keys, `head` bytes into rows of K, for up to VECS * kRowsPerVec rows.
+// queries: [dim / 4][VECS * kRowsPerVec][4].
 template <int VECS, int KEYS>
-PF_INLINE void score_some_keys(const float* queries, const float* keys, long stride, long dim,
-                               int rows, float* scores, Ahead& ahead) {
+PF_INLINE void score_some_keys(const float* queries, const char* const* keys, long head, long dim,
+                               int rows, float* raw, Ahead& ahead) {
   Vec sums[VECS][KEYS];
 #pragma GCC unroll 6
   for (int v = 0; v < VECS; v++) {
 #pragma GCC unroll 8
     for (int t = 0; t < KEYS; t++) sums[v][t] = zero();
   }
-  // Four rows by two strides: eight pointers would not leave a register to anything else.
-  const float* quarters[] = {keys, keys + 4 * stride};
-  long twice = 2 * stride, thrice = 3 * stride;
-  PF_OPAQUE(twice);
-  PF_OPAQUE(thrice);
   constexpr long kStep = 16;
   for (long i = 0; i < dim; i += kStep) {
     ahead.fetch(KEYS * kStep * 4);
     long left = min_of(kStep, dim - i);
+    Vec q[kStep / 4][VECS];
 #pragma GCC unroll 4
     for (long j = 0; j < kStep; j += 4) {
       if (j >= left) break;
-      Vec q[VECS];
 #pragma GCC unroll 6
-      for (int v = 0; v < VECS; v++) q[v] = load(queries + v * kWidth);
-#pragma GCC unroll 8
-      for (int t = 0; t < KEYS; t++) {
-        long offset = t % 4 == 0 ? 0 : t % 4 == 1 ? stride : t % 4 == 2 ? twice : thrice;
-        Vec key = load_quad(quarters[t / 4] + offset + j);
-#pragma GCC unroll 6
-        for (int v = 0; v < VECS; v++) sums[v][t] = fma(q[v], key, sums[v][t]);
-      }
-      queries += VECS * kWidth;
+      for (int v = 0; v < VECS; v++) q[j / 4][v] = load(queries + (j / 4 * VECS + v) * kWidth);
     }
-    quarters[0] += kStep;
-    quarters[1] += kStep;
+    queries += kStep / 4 * VECS * kWidth;
+#pragma GCC unroll 8
+    for (int t = 0; t < KEYS; t++) {
+      const float* key = (const float*)(keys[t] + head) + i;
+#pragma GCC unroll 4
+      for (long j = 0; j < kStep; j += 4) {
+        if (j >= left) break;
+        Vec quad = load_quad(key + j);
+#pragma GCC unroll 6
+        for (int v = 0; v < VECS; v++) sums[v][t] = fma(q[j / 4][v], quad, sums[v][t]);
+      }
+    }
   }
 #pragma GCC unroll 6
   for (int v = 0; v < VECS; v++) {
@@ -150,44 +111,43 @@ PF_INLINE void score_some_keys(const float* queries, const float* keys, long str
       Vec chains[kChains];
       turn_quads(sums[v] + t, chains);
       Vec total = add(add(add(chains[0], chains[1]), chains[2]), chains[3]);
-      store_quads(scores + v * kRowsPerVec * kTile + t, kTile, total, rows - v * kRowsPerVec);
+      store_quads(raw + v * kRowsPerVec * kStrands + t, kStrands, total, rows - v * kRowsPerVec);
     }
   }
 }
 
 template <int VECS>
-static void score_keys_of(const float* queries, const float* keys, long stride, long dim, int rows,
-                          float* scores, Ahead& shared_ahead) {
+static void score_keys_of(const float* queries, const char* const* keys, long head, long dim,
+                          int rows, float* raw, Ahead& shared_ahead) {
   // As many sums as the registers hold.
-  constexpr int kKeys = VECS * kKeysAtOnce <= 2 * kMaxRows ? kKeysAtOnce : 4;
+  constexpr int kKeys = VECS * kStrands <= 2 * kMaxRows ? kStrands : 4;
   Ahead ahead = shared_ahead;
-  for (long t = 0; t < kKeysAtOnce; t += kKeys) {
-    score_some_keys<VECS, kKeys>(queries, keys + t * stride, stride, dim, rows, scores + t, ahead);
+  for (long t = 0; t < kStrands; t += kKeys) {
+    score_some_keys<VECS, kKeys>(queries, keys + t, head, dim, rows, raw + t, ahead);
   }
   shared_ahead = ahead;
 }
 
-PF_INLINE void score_keys(const float* queries, const float* keys, long stride, long dim, int rows,
-                          float* scores, Ahead& ahead) {
-  using ScoreKeys = void (*)(const float*, const float*, long, long, int, float*, Ahead&);
-  static const ScoreKeys kernels[] = {score_keys_of<1>, score_keys_of<2>, score_keys_of<3>};
-  kernels[(rows - 1) / kRowsPerVec](queries, keys, stride, dim, rows, scores, ahead);
+template <typename T>
+constexpr long keys_at_once() {
+  return sizeof(T) == 4 ? kStrands : kWidth;
 }
 
-// The same for bfloat16: scores[m][0..kWidth), turned as they are read. queries: [dim][ROWS]; dim in
-// whole quads of 32-bit words, which hold two elements.
+// The same for kWidth keys of bfloat16, turned as they are read. queries: [dim][ROWS]; dim in whole
+// quads of 32-bit words, which hold two elements.
 template <int ROWS>
-static void score_keys_of(const float* queries, const bf16* keys, long stride, long dim,
-                          float* scores, Ahead& shared_ahead) {
+static void score_narrow_keys_of(const float* queries, const char* const* keys, long head, long dim,
+                                 RawScores raw, long first, Ahead& shared_ahead) {
   Ahead ahead = shared_ahead;
-  const float* words = (const float*)keys;
+  const float* words[kWidth];
+  for (int t = 0; t < kWidth; t++) words[t] = (const float*)(keys[t] + head);
   Vec sums[ROWS][1];
 #pragma GCC unroll 12
   for (int m = 0; m < ROWS; m++) sums[m][0] = zero();
   for (long i = 0; i < dim / 2; i += 4) {
     ahead.fetch(kWidth * 16);
     Vec quad[4];
-    load_turned(words + i, stride / 2, quad);
+    load_turned(words, i, quad);
 #pragma GCC unroll 4
     for (int c = 0; c < 4; c++) {
       Vec even[1] = {even_of(quad[c])}, odd[1] = {odd_of(quad[c])};
@@ -195,34 +155,71 @@ static void score_keys_of(const float* queries, const bf16* keys, long stride, l
       multiply_add<ROWS, 1>(sums, queries + (2 * (i + c) + 1) * ROWS, odd);
     }
   }
-  store_sums<ROWS, 1>(sums, scores, kTile);
+  float lanes[kWidth];
+#pragma GCC unroll 12
+  for (int m = 0; m < ROWS; m++) {
+    store(lanes, sums[m][0]);
+    for (long t = 0; t < kWidth; t += kStrands) {
+      memcpy(raw.of(first + t) + m * kStrands, lanes + t, kStrands * sizeof(float));
+    }
+  }
   shared_ahead = ahead;
 }
 
-PF_INLINE void score_keys(const float* queries, const bf16* keys, long stride, long dim, int rows,
-                          float* scores, Ahead& ahead) {
-  using ScoreKeys = void (*)(const float*, const bf16*, long, long, float*, Ahead&);
-  static const ScoreKeys kernels[] = {
-      score_keys_of<1>,  score_keys_of<2>,  score_keys_of<3>,  score_keys_of<4>,
+// Of the i-th token in the order of reading and those after it: keys_at_once<T>() of them.
+template <typename T>
+PF_INLINE void score_keys(const float* queries, const char* const* keys, long head, long dim,
+                          RawScores raw, long i, Ahead& ahead) {
+  if constexpr (sizeof(T) == 4) {
+    using ScoreKeys = void (*)(const float*, const char* const*, long, long, int, float*, Ahead&);
+    static const ScoreKeys kernels[] = {score_keys_of<1>, score_keys_of<2>, score_keys_of<3>};
+    kernels[(raw.rows - 1) / kRowsPerVec](queries, keys, head, dim, (int)raw.rows, raw.of(i), ahead);
+  } else {
+    using ScoreKeys =
+        void (*)(const float*, const char* const*, long, long, RawScores, long, Ahead&);
+    static const ScoreKeys kernels[] = {
+        score_narrow_keys_of<1>,  score_narrow_keys_of<2>,  score_narrow_keys_of<3>,
+        score_narrow_keys_of<4>,
 #if defined(__AVX2__)
-      score_keys_of<5>,  score_keys_of<6>,
+        score_narrow_keys_of<5>,  score_narrow_keys_of<6>,
 #endif
 #if defined(__AVX512F__)
-      score_keys_of<7>,  score_keys_of<8>,  score_keys_of<9>,
-      score_keys_of<10>, score_keys_of<11>, score_keys_of<12>,
+        score_narrow_keys_of<7>,  score_narrow_keys_of<8>,  score_narrow_keys_of<9>,
+        score_narrow_keys_of<10>, score_narrow_keys_of<11>, score_narrow_keys_of<12>,
 #endif
-  };
-  kernels[rows - 1](queries, keys, stride, dim, scores, ahead);
+    };
+    kernels[raw.rows - 1](queries, keys, head, dim, raw, i, ahead);
+  }
 }
 
-template <typename T>
-constexpr long keys_at_once() {
-  return sizeof(T) == 4 ? kKeysAtOnce : kWidth;
+// scores[m][kTile], by token, from how they were computed.
+static void place_scores(RawScores raw, TokenOrder order, float* scores) {
+  static_assert(kStrandTokens % kWidth == 0, "a strand is turned in whole vectors");
+  if (order.count < kTile) {
+    for (long i = 0; i < order.count; i++) {
+      for (long m = 0; m < raw.rows; m++) {
+        scores[m * kTile + order.tokens[i]] = raw.of(i)[m * kStrands];
+      }
+    }
+    return;
+  }
+  Vec tile[kWidth];
+  for (long slot = 0; slot < kStrandTokens; slot += kWidth) {
+    for (long column = 0; column < raw.rows * kStrands; column += kWidth) {
+      for (long j = 0; j < kWidth; j++) tile[j] = load(raw.of((slot + j) * kStrands) + column);
+      transpose(tile);
+      for (long j = 0; j < min_of(kWidth, raw.rows * kStrands - column); j++) {
+        long m = (column + j) / kStrands, strand = (column + j) % kStrands;
+        store(scores + m * kTile + strand * kStrandTokens + slot, tile[j]);
+      }
+    }
+  }
 }
 
-// value[m][0..VECS vectors) = value * decay[m] + sum over t of weights[m][t] * rows(t).
+// value[m][0..VECS vectors) = value * decay[m] + sum over the tokens t, in their order, of
+// weights[m][t] * what is `at` bytes into its row. rows: in the order of the tokens.
 template <int ROWS, int VECS, typename T, typename A>
-static void add_values(const float* weights, const T* base, const int64_t* offsets, long count,
+static void add_values(const float* weights, const char* const* rows, long at, TokenOrder order,
                        const float* decay, float* value, long width, A& shared_ahead) {
   A ahead = shared_ahead;
   Vec sums[ROWS][VECS];
@@ -233,8 +230,9 @@ static void add_values(const float* weights, const T* base, const int64_t* offse
       sums[m][v] = mul(load(value + m * width + v * kWidth), splat(decay[m]));
     }
   }
-  for (long t = 0; t < count; t++) {
-    const T* row = base + offsets[t];
+  for (long i = 0; i < order.count; i++) {
+    long t = order.tokens[i];
+    const T* row = (const T*)(rows[i] + at);
     ahead.fetch(VECS * kWidth * (long)sizeof(T));
     Vec b[VECS];
 #pragma GCC unroll 4
@@ -251,8 +249,8 @@ static void add_values(const float* weights, const T* base, const int64_t* offse
 }
 
 template <typename T, typename A>
-using AddValues = void (*)(const float*, const T*, const int64_t*, long, const float*, float*, long,
-                           A&);
+using AddValues = void (*)(const float*, const char* const*, long, TokenOrder, const float*, float*,
+                           long, A&);
 
 template <int VECS, typename T, typename A>
 static AddValues<T, A> add_values_for(int rows) {
@@ -272,23 +270,19 @@ static AddValues<T, A> add_values_for(int rows) {
 
 // All of a row of V, as many vectors at once as the registers take for a number of rows.
 template <typename T, typename A>
-static void add_all_values(int rows, const float* weights, const T* base, const int64_t* offsets,
-                           long count, const float* decay, float* value, long width, A& ahead) {
+static void add_all_values(int num_rows, const float* weights, const char* const* rows, long at,
+                           TokenOrder order, const float* decay, float* value, long width,
+                           A& ahead) {
   for (long i = 0; i < width;) {
     long vectors = (width - i) / kWidth;
-    int taken = vectors >= 4 && rows * 4 <= kMaxRows * 2 ? 4 : vectors >= 2 ? 2 : 1;
-    AddValues<T, A> kernel = taken == 4   ? add_values_for<4, T, A>(rows)
-                             : taken == 2 ? add_values_for<2, T, A>(rows)
-                                          : add_values_for<1, T, A>(rows);
-    kernel(weights, base + i, offsets, count, decay, value + i, width, ahead);
+    int taken = vectors >= 4 && num_rows * 4 <= kMaxRows * 2 ? 4 : vectors >= 2 ? 2 : 1;
+    AddValues<T, A> kernel = taken == 4   ? add_values_for<4, T, A>(num_rows)
+                             : taken == 2 ? add_values_for<2, T, A>(num_rows)
+                                          : add_values_for<1, T, A>(num_rows);
+    kernel(weights, rows, at + i * (long)sizeof(T), order, decay, value + i, width, ahead);
     i += taken * kWidth;
   }
 }
-
-// Which tokens of a tile a row sees.
-struct Seen {
-  long begin, end;
-};
 
 PF_INLINE Vec keep_range(Vec a, long begin, long end, Vec fill) {
   if (end < kWidth) a = keep_first(a, max_of(end, 0), fill);

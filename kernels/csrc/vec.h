@@ -154,17 +154,16 @@ PF_INLINE void transpose(Vec r[kWidth]) {
   }
 }
 
-// quad[c] = column c of kWidth rows of four 32-bit words, `stride` words apart. Whole lanes are put
-// in place by loads, so that only half of a full transpose's shuffles remain.
-PF_INLINE void load_turned(const float* rows, long stride, Vec quad[4]) {
+// quad[c] = word i + c of each of kWidth rows of 32-bit words. Whole lanes are put in place by loads,
+// so that only half of a full transpose's shuffles remain.
+PF_INLINE void load_turned(const float* const rows[kWidth], long i, Vec quad[4]) {
   Vec x[4];
 #pragma GCC unroll 4
   for (int a = 0; a < 4; a++) {
-    const float* row = rows + a * stride;
-    Vec v = _mm512_castps128_ps512(_mm_loadu_ps(row));
-    v = _mm512_mask_broadcast_f32x4(v, 0x00f0, _mm_loadu_ps(row + 4 * stride));
-    v = _mm512_mask_broadcast_f32x4(v, 0x0f00, _mm_loadu_ps(row + 8 * stride));
-    x[a] = _mm512_mask_broadcast_f32x4(v, 0xf000, _mm_loadu_ps(row + 12 * stride));
+    Vec v = _mm512_castps128_ps512(_mm_loadu_ps(rows[a] + i));
+    v = _mm512_mask_broadcast_f32x4(v, 0x00f0, _mm_loadu_ps(rows[a + 4] + i));
+    v = _mm512_mask_broadcast_f32x4(v, 0x0f00, _mm_loadu_ps(rows[a + 8] + i));
+    x[a] = _mm512_mask_broadcast_f32x4(v, 0xf000, _mm_loadu_ps(rows[a + 12] + i));
   }
   __m512d low0 = _mm512_castps_pd(_mm512_unpacklo_ps(x[0], x[1]));
   __m512d high0 = _mm512_castps_pd(_mm512_unpackhi_ps(x[0], x[1]));
@@ -315,13 +314,12 @@ PF_INLINE void transpose(Vec r[kWidth]) {
   for (int i = 0; i < 8; i++) r[i] = t[i];
 }
 
-PF_INLINE void load_turned(const float* rows, long stride, Vec quad[4]) {
+PF_INLINE void load_turned(const float* const rows[kWidth], long i, Vec quad[4]) {
   Vec x[4];
 #pragma GCC unroll 4
   for (int a = 0; a < 4; a++) {
-    const float* row = rows + a * stride;
-    x[a] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(row)),
-                                _mm_loadu_ps(row + 4 * stride), 1);
+    x[a] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(rows[a] + i)),
+                                _mm_loadu_ps(rows[a + 4] + i), 1);
   }
   __m256d low0 = _mm256_castps_pd(_mm256_unpacklo_ps(x[0], x[1]));
   __m256d high0 = _mm256_castps_pd(_mm256_unpackhi_ps(x[0], x[1]));
@@ -435,9 +433,9 @@ PF_INLINE void transpose(Vec r[kWidth]) {
   }
 }
 
-PF_INLINE void load_turned(const float* rows, long stride, Vec quad[4]) {
-  for (int i = 0; i < kWidth; i++) {
-    for (int c = 0; c < 4; c++) quad[c][i] = rows[i * stride + c];
+PF_INLINE void load_turned(const float* const rows[kWidth], long i, Vec quad[4]) {
+  for (int t = 0; t < kWidth; t++) {
+    for (int c = 0; c < 4; c++) quad[c][t] = rows[t][i + c];
   }
 }
 
