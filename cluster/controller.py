@@ -36,6 +36,7 @@ from .attempts import Attempt, Attempts
 from .binding_costs import LateBindingConfig
 from .cluster_view import cells_per_pool, make_view, prefix_nodes
 from .decision_log import DecisionLog
+from .draining import DRAIN_S, LAST_DRAIN_S
 from .explain import REASONS, explain
 from .fair_queue import WaitingRequest
 from .grants import Grant
@@ -51,8 +52,6 @@ from .weights_orders import WeightsOrders
 
 _UNKNOWN_MODEL_RETRY_S = 1.0
 _REPLACED_RETRY_S = 1.0
-DRAIN_S = 30.0  # how long the streams of a draining replica may go on, unless told otherwise
-LAST_DRAIN_S = 600.0  # the same where no other replica has its weights, so that they cannot move
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,8 @@ from ..workers.tracing import Span, Tracing, tracing_from_environment
 from .autoscaling import BlockDemand, block_demand
 from .call_times import CallClock
 from .cluster_metrics import ClusterCollector
-from .controller import DRAIN_S, Controller, ControllerConfig
+from .controller import Controller, ControllerConfig
+from .draining import DRAIN_S
 from .prefix_forest import grow_forest
 from .ray_metrics import start_export
 from .ray_runtime import on_this_node

@@ -23,7 +23,7 @@ from ..protos.messages import (
     ReserveRequest,
     Ticket,
 )
-from .controller import DRAIN_S
+from .draining import DRAIN_S
 
 _CONTROLLER_RESTART_S = 1.0
 

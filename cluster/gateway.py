@@ -28,12 +28,13 @@ from .config import HUB_ID
 from .controller import DRAIN_S, LAST_DRAIN_S
 from .controller_client import ControllerClient
 from .engine_client import ChannelFactory, EngineClient, insecure_channel
+from .gateway_spec import OnDemand
 from .generation import ChatPrompt, GenerateCall, TextPrompt, TokenPrompt
 from .generation_run import Clock, Emit, GenerationRun, RetryPolicy
 from .grammar import check_grammar
 from .live_generation import LiveGeneration
 from .metrics import GatewayMetrics, RequestMeter
-from .model_catalog import LoadTokenizer, ModelCatalog, OnDemand, ServedModel
+from .model_catalog import LoadTokenizer, ModelCatalog, ServedModel
 from .prepared_call import PreparedCall
 from .quotas import Quotas
 from .request_books import RequestBooks

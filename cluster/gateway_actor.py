@@ -1,7 +1,7 @@
 """The gateway as a Ray actor: its servers run in the actor's own event loop.
 
 Ray starts and ends it; clients never meet Ray. It takes no CPU of its own in Ray's books. Who
-creates the actor imports this file: the servers are imported where its own process starts them.
+creates the actor imports this file: all that serves is imported where its own process starts it.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -10,7 +10,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 import ray
@@ -20,41 +19,17 @@ from ..workers.json_log import write_logs_as_json
 from ..workers.process_identity import ProcessIdentity, this_process
 from ..workers.tracing import tracing_from_environment
 from .controller_client import RayControllerClient
-from .engine_client import ChannelFactory, insecure_channel, secure_channels
 from .gateway_addresses import GatewayAddresses
-from .model_catalog import OnDemand
-from .ray_metrics import start_export
+from .gateway_spec import GatewaySpec
 from .ray_runtime import on_this_node
-from .security import GatewaySecurity
 
 if TYPE_CHECKING:
     from .gateway import Gateway
     from .gateway_servers import GatewayServers
 
-__all__ = ["GatewayActor", "GatewayAddresses", "GatewaySpec", "start_gateway"]
-
 _STOP_GRACE_S = 10.0
 _BIND_PAUSE_S = 0.1
 _ORPHAN_CHECK_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class GatewaySpec:
-    """What a gateway is, over all its lives. Ports: 0 = any free one.
-
-    bind_timeout_s: how long to wait for ports that a predecessor still has.
-    orphan_s: it outlives whoever created it; once nobody has pinged it for so long, it lets its
-        streams end, for up to `retire_s`, and is gone. None = it ends with its creator.
-    """
-
-    host: str
-    grpc_port: int
-    http_port: int
-    security: GatewaySecurity | None = None
-    on_demand: OnDemand = field(default_factory=OnDemand)
-    bind_timeout_s: float = 0.0
-    orphan_s: float | None = None
-    retire_s: float = 600.0
 
 
 class GatewayActor:
@@ -115,18 +90,22 @@ class GatewayActor:
         await asyncio.wait({closing}, timeout=_BIND_PAUSE_S)
 
     async def _listen(self) -> GatewayAddresses:
+        from .engine_client import insecure_channel, secure_channels
         from .gateway import Gateway
         from .gateway_servers import GatewayServers
+        from .ray_metrics import start_export
 
+        security = self._spec.security
+        inner_tls = None if security is None else security.streams
         # made here: gRPC's servers belong to the loop they are made in
         gateway = Gateway(
             self._gateway_id,
             self._controller,
             tracing=self._tracing,
             on_demand=self._spec.on_demand,
-            make_channel=_channels(self._spec.security),
+            make_channel=secure_channels(inner_tls) if inner_tls else insecure_channel,
         )
-        servers = GatewayServers(gateway, self._spec.security)
+        servers = GatewayServers(gateway, security)
         spec = self._spec
         addresses = await servers.start(spec.host, spec.grpc_port, spec.http_port)
         self._gateway, self._servers = gateway, servers
@@ -147,11 +126,6 @@ class GatewayActor:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _channels(security: GatewaySecurity | None) -> ChannelFactory:
-    tls = None if security is None else security.streams
-    return insecure_channel if tls is None else secure_channels(tls)
 
 
 def start_gateway(controller: ActorHandle[object], spec: GatewaySpec) -> ActorHandle[object]:

@@ -20,8 +20,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
 from ..workers.process_identity import ProcessIdentity, kill_for_certain
-from .gateway_actor import GatewaySpec, start_gateway
+from .gateway_actor import start_gateway
 from .gateway_addresses import GatewayAddresses
+from .gateway_spec import GatewaySpec
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from ..protos.messages import TraceContext
 from . import proto_conversion as convert
 from .access import Access, Caller
 from .cluster_watch import DEFAULT_PERIOD_S
-from .controller import DRAIN_S, LAST_DRAIN_S
+from .draining import DRAIN_S, LAST_DRAIN_S
 from .gateway import Gateway
 from .generation import GenerateCall, OutputDelta, merge_deltas
 from .grpc_errors import status_of

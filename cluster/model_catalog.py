@@ -22,6 +22,7 @@ from ..protos.errors import (
 )
 from ..protos.messages import ModelCard
 from .controller_client import ControllerClient
+from .gateway_spec import OnDemand
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -39,14 +40,6 @@ class ServedModel:
 
     card: ModelCard
     tokenizer: Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class OnDemand:
-    """Models whose first replica comes when somebody asks, and how long a request waits for it."""
-
-    models: tuple[str, ...] = ()
-    hold_s: float = 0.0
 
 
 class ModelCatalog:

@@ -1,6 +1,7 @@
 """How a gateway is guarded, as plain values: what `pagefleet serve` was told, for the gateway.
 
-Travels to the gateway's process, so it holds files' names and hashes, never a client's key.
+Travels to the gateway's process, through the supervisor's, so it holds files' names and hashes,
+never a client's key, and what reads or makes certificates is imported where that is done.
 """
 
 from collections.abc import Mapping
@@ -10,7 +11,6 @@ from pathlib import Path
 from ..workers.stream_tls import StreamTls
 from .access import Access
 from .api_keys import ApiKey, KeyRing, SecurityError, keys_from_environment
-from .inner_tls import make_stream_tls, stream_tls_from
 from .tls import NO_INNER_TLS, InnerTlsFiles, TlsError, TlsFiles, check_files
 
 __all__ = ["GatewaySecurity", "SecurityError", "security_from"]
@@ -47,6 +47,8 @@ class GatewaySecurity:
         """With certificates made for the streams where clients have TLS and nobody gave any."""
         if self.tls is None or self.streams is not None:
             return self
+        from .inner_tls import make_stream_tls
+
         return replace(self, streams=make_stream_tls())
 
 
@@ -60,6 +62,8 @@ def security_from(
     inner_tls: InnerTlsFiles = NO_INNER_TLS,
 ) -> GatewaySecurity:
     """Out of a command's options and environment. Raises KeysError and TlsError."""
+    from .inner_tls import stream_tls_from
+
     if (tls_cert is None) != (tls_key is None):
         raise TlsError("--tls-cert and --tls-key belong together")
     if tls_client_ca is not None and tls_cert is None:

@@ -28,8 +28,8 @@ from ..workers.stream_tls import StreamTls
 from .config import ClusterConfig, CommandError
 from .controller import ControllerConfig
 from .controller_actor import start_controller
-from .gateway_actor import GatewaySpec
 from .gateway_addresses import GatewayAddresses
+from .gateway_spec import GatewaySpec
 from .prefix_transfer import TransferConfig
 from .ray_runtime import ray_session
 from .replica import ReplicaSpec

@@ -17,6 +17,7 @@ from types import FrameType
 from rich.console import Console
 
 from ..workers.checkpoint_folder import find_gguf
+from ..workers.heap import give_back_freed
 from ..workers.models.config import ModelError
 from ..workers.models.families import read_config
 from .config import HUB_ID, ClusterConfig, CommandError, NamedModel
@@ -72,6 +73,7 @@ def _check_folder(folder: Path) -> None:
     if not is_gguf and not (folder / "config.json").is_file():
         raise CommandError(f"{folder} has no config.json: it is no checkpoint folder")
     Tokenizer.load(folder)
+    give_back_freed()  # this process stays as long as the cluster, and needs no vocabulary
     if not is_gguf:
         read_config(folder)
 

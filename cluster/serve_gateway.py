@@ -25,9 +25,8 @@ from ray.exceptions import RayError
 from starlette.requests import Request
 
 from .autoscaling import BlockDemand, to_stats
-from .gateway_actor import GatewaySpec
 from .gateway_keeper import GatewayKeeper, RayGateway
-from .model_catalog import OnDemand
+from .gateway_spec import GatewaySpec, OnDemand
 from .security import GatewaySecurity, security_from
 from .serve_args import ServeArgs
 from .serve_controller import shared_controller

@@ -9,11 +9,11 @@ from ray.actor import ActorHandle
 
 from ..protos.messages import ReplicaInfo
 from ..workers.process_identity import ProcessIdentity
-from .controller import DRAIN_S
 from .controller_notices import RayControllerNotices
-from .gateway_actor import GatewaySpec
+from .draining import DRAIN_S
 from .gateway_addresses import GatewayAddresses
 from .gateway_keeper import GatewayKeeper, RayGateway
+from .gateway_spec import GatewaySpec
 from .ray_runtime import on_this_node
 from .replica import RayReplica, Replica, ReplicaSpec
 from .supervisor import Supervisor

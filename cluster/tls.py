@@ -9,10 +9,12 @@ import os
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-
-import grpc
+from typing import TYPE_CHECKING
 
 from .api_keys import SecurityError
+
+if TYPE_CHECKING:  # settings hold the files' names, and pass through processes without gRPC
+    import grpc
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +75,10 @@ class HttpsContext:
         connection.context = self._newest
 
 
-def grpc_credentials(files: TlsFiles) -> grpc.ServerCredentials:
+def grpc_credentials(files: TlsFiles) -> "grpc.ServerCredentials":
     """Server credentials that follow the files. Raises TlsError."""
+    import grpc
+
     check_files(files)
     return grpc.dynamic_ssl_server_credentials(
         _configuration(files),
@@ -90,7 +94,7 @@ class _Fetcher:
         self._files = files
         self._stamp = files.stamp()
 
-    def __call__(self) -> grpc.ServerCertificateConfiguration | None:
+    def __call__(self) -> "grpc.ServerCertificateConfiguration | None":
         stamp = self._files.stamp()
         if stamp == self._stamp:
             return None
@@ -103,7 +107,9 @@ class _Fetcher:
             return None
 
 
-def _configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
+def _configuration(files: TlsFiles) -> "grpc.ServerCertificateConfiguration":
+    import grpc
+
     pair = (files.key.read_bytes(), files.certificate.read_bytes())
     roots = None if files.client_ca is None else files.client_ca.read_bytes()
     return grpc.ssl_server_certificate_configuration([pair], root_certificates=roots)

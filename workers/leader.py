@@ -14,6 +14,7 @@ from ..protos.messages import ReplicaInfo, TransferPeer
 from ..scheduler.prefix_imports import ImportOrder
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.stats import SchedulerStats
+from .controller_link import ControllerLink
 from .drain import Drain
 from .engine_server import EngineServer
 from .heartbeat import Pulse, heartbeat_from_environment, step_patience_s
@@ -21,7 +22,7 @@ from .loaded_engine import LoadedEngine, model_card
 from .loop_thread import LoopThread
 from .prefix_mover import ExportGrant, ExportRequest, PrefixMover, PrefixOffer, TransferLink
 from .replica_end import ReplicaEnd
-from .reporter import ControllerLink, Reporter
+from .reporter import Reporter
 from .request_spans import RequestSpans
 from .tracing import Tracing
 

@@ -34,27 +34,12 @@ from ..protos.messages import (
 )
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.stats import SchedulerStats
+from .controller_link import ControllerLink, ControllerUnreachable
 from .step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class ControllerUnreachable(Exception):
-    """A call to the controller failed or took too long; it may have been processed even so."""
-
-
-class ControllerLink(Protocol):
-    """The controller as a leader sees it. Each call may raise ControllerUnreachable."""
-
-    async def register_replica(self, info: ReplicaInfo, card: ModelCard) -> ReportReply:
-        """Make a new incarnation known."""
-        ...
-
-    async def report(self, report: ReplicaReport) -> ReportReply:
-        """Tell counts, ledger, speed and changes of residence."""
-        ...
 
 
 class ReportedEngine(Protocol):

@@ -21,12 +21,12 @@ from ray.exceptions import RayError
 
 from ..protos.messages import ModelCard, ReplicaInfo, ReplicaReport, ReportReply
 from .config import WorkerConfig
+from .controller_link import ControllerUnreachable
 from .json_log import write_logs_as_json
 from .openmp import WAITS
 from .process_identity import ProcessIdentity, this_process
 from .rank_spec import RankSpec
 from .replica_end import ReplicaEnd
-from .reporter import ControllerUnreachable
 from .tracing import tracing_from_environment
 
 if TYPE_CHECKING:

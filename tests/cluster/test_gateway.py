@@ -14,6 +14,7 @@ from gateway_fakes import (
     until,
 )
 
+from pagefleet.cluster.gateway_spec import OnDemand
 from pagefleet.cluster.generation import (
     ChatPrompt,
     GenerateCall,
@@ -21,7 +22,6 @@ from pagefleet.cluster.generation import (
     TokenPrompt,
     merge_deltas,
 )
-from pagefleet.cluster.model_catalog import OnDemand
 from pagefleet.protos import errors
 from pagefleet.protos.messages import FinishReason, Refused, SamplingParams
 

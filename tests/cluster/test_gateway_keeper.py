@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from pagefleet.cluster.gateway_actor import GatewaySpec
 from pagefleet.cluster.gateway_addresses import GatewayAddresses
 from pagefleet.cluster.gateway_keeper import GatewayKeeper, GatewayLost
+from pagefleet.cluster.gateway_spec import GatewaySpec
 
 SPEC = GatewaySpec("127.0.0.1", 0, 0)
 

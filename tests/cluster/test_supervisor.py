@@ -1,6 +1,8 @@
 """The supervisor with replicas that are only futures."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
@@ -376,3 +378,14 @@ async def test_one_that_is_lost_comes_again_with_the_weights_that_are_wanted(
     fleet.created[1].ended.set()
     await fleet.wait_created(3)
     assert [config.model for config in fleet.configs] == ["folder", "other", "other"]
+
+
+def test_a_supervisors_process_loads_nothing_of_what_it_starts():
+    code = (
+        "import sys; from pagefleet.cluster import security, supervisor_actor; "
+        "print(sorted({'torch', 'grpc', 'cryptography', 'tokenizers'} & set(sys.modules)))"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert output.stdout.strip() == "[]"

@@ -17,7 +17,8 @@ from pagefleet.protos.messages import (
 )
 from pagefleet.scheduler.output import ModelRunnerOutput
 from pagefleet.scheduler.scheduler import Scheduler
-from pagefleet.workers.reporter import ControllerUnreachable, Reporter
+from pagefleet.workers.controller_link import ControllerUnreachable
+from pagefleet.workers.reporter import Reporter
 from pagefleet.workers.step_times import StepTimes
 
 T = TypeVar("T")
