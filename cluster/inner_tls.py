@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ..workers.stream_tls import STREAM_NAME, StreamTls
-from .tls import InnerTlsFiles, TlsError
+from .tls import TlsError
 
 _VALID = timedelta(days=3650)
 _CLOCK_SKEW = timedelta(hours=1)
@@ -41,16 +41,6 @@ def make_stream_tls() -> StreamTls:
         key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
         authority.public_bytes(pem),
     )
-
-
-def stream_tls_from(files: InnerTlsFiles) -> StreamTls | None:
-    """What the three files say; None without any. Raises TlsError."""
-    certificate, key, authority = files
-    if certificate is None and key is None and authority is None:
-        return None
-    if certificate is None or key is None or authority is None:
-        raise TlsError("--inner-tls-cert, --inner-tls-key and --inner-tls-ca belong together")
-    return read_stream_tls(certificate, key, authority)
 
 
 def read_stream_tls(certificate: Path, key: Path, authority: Path) -> StreamTls:

@@ -13,7 +13,7 @@ from .access import Access
 from .api_keys import ApiKey, KeyRing, SecurityError, keys_from_environment
 from .tls import NO_INNER_TLS, InnerTlsFiles, TlsError, TlsFiles, check_files
 
-__all__ = ["GatewaySecurity", "SecurityError", "security_from"]
+__all__ = ["GatewaySecurity", "SecurityError", "security_from", "stream_tls_from"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,6 @@ def security_from(
     inner_tls: InnerTlsFiles = NO_INNER_TLS,
 ) -> GatewaySecurity:
     """Out of a command's options and environment. Raises KeysError and TlsError."""
-    from .inner_tls import stream_tls_from
-
     if (tls_cert is None) != (tls_key is None):
         raise TlsError("--tls-cert and --tls-key belong together")
     if tls_client_ca is not None and tls_cert is None:
@@ -77,3 +75,15 @@ def security_from(
     security = GatewaySecurity(keys_from_environment(environment), file, tls, streams)
     security.check()
     return security
+
+
+def stream_tls_from(files: InnerTlsFiles) -> StreamTls | None:
+    """What the three files say; None without any. Raises TlsError."""
+    certificate, key, authority = files
+    if certificate is None and key is None and authority is None:
+        return None
+    if certificate is None or key is None or authority is None:
+        raise TlsError("--inner-tls-cert, --inner-tls-key and --inner-tls-ca belong together")
+    from .inner_tls import read_stream_tls
+
+    return read_stream_tls(certificate, key, authority)

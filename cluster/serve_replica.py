@@ -24,8 +24,8 @@ from ray.util.placement_group import get_current_placement_group
 from rich.console import Console
 
 from .controller_notices import RayControllerNotices
-from .inner_tls import stream_tls_from
 from .replica import RayReplica, ReplicaSpec
+from .security import stream_tls_from
 from .serve import worker_config
 from .serve_args import ModelArgs, ServeArgs
 from .serve_command import resolve_models

@@ -7,8 +7,8 @@ import pytest
 from gateway_fakes import FakeLeader, engine_request, lease_of, read_tokens
 
 from pagefleet.cluster.engine_client import EngineClient, ReplicaLost, secure_channels
-from pagefleet.cluster.inner_tls import make_stream_tls, stream_tls_from
-from pagefleet.cluster.security import GatewaySecurity
+from pagefleet.cluster.inner_tls import make_stream_tls
+from pagefleet.cluster.security import GatewaySecurity, stream_tls_from
 from pagefleet.cluster.tls import TlsError, TlsFiles
 from pagefleet.workers.stream_tls import StreamTls
 
