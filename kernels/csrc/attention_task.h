@@ -9,9 +9,9 @@ namespace PF_ISA {
 
 constexpr long kSplit = 4 * kTile;
 constexpr long kMostTiles = kSplit / kTile + 1;  // of a split and of what is fetched after it
-constexpr long kAheadBytes = 65536;  // between what is fetched and what is in work: L2 holds it
-constexpr long kMaxHeads = 64;       // KV heads of one task
-constexpr long kValuesAtOnce = 32;   // rows of V of one head, or fewer, before the next head's
+constexpr long kValuesAtOnce = 2 * kStrands;     // rows of V of one head before the next head's
+constexpr long kAheadBytes = 65536;              // between what is fetched and what is in work: L2 holds it
+constexpr long kMaxHeads = 64;                   // KV heads of one task
 
 struct Task {
   long sequence;
@@ -378,10 +378,8 @@ struct Attention {
       place_scores(raw_scores(w, h, rows), tile.order, scores);
       weigh_rows(rows, seen, all, states[h], scores, decays[h]);
     }
-    // All heads' rows of the tokens in work must be on their way before the first head begins.
-    long step = max_of(kStrands, min_of(kValuesAtOnce, kAheadBytes / ahead.row_bytes));
-    for (long i = 0; i < tile.order.count; i += step) {
-      TokenOrder part = {tile.order.tokens + i, min_of(step, tile.order.count - i)};
+    for (long i = 0; i < tile.order.count; i += kValuesAtOnce) {
+      TokenOrder part = {tile.order.tokens + i, min_of(kValuesAtOnce, tile.order.count - i)};
       for (long h = 0; h < heads; h++) {
         add_all_values<T>(rows, w.scores + h * rows * kTile, tile.values() + i, h * head_bytes(), part,
                           i == 0 ? decays[h] : ones, states[h].value, width, ahead);
@@ -423,7 +421,8 @@ struct Attention {
     const TileRows& last = tiles[num_tiles - 1];
     const char* const* end = last.values() + last.order.count;
     long row_bytes = (task.head_end - task.head_begin) * dim * (long)sizeof(T);
-    long lead = min_of(kAheadBytes / row_bytes, end - w.rows);
+    // All heads' rows of the tokens in work must be on their way before the first head begins.
+    long lead = min_of(max_of(kAheadBytes / row_bytes, kValuesAtOnce), end - w.rows);
     bool is_first = begin == task.split_begin * kSplit;
     Ahead ahead = Ahead::over(w.rows + (is_first ? 0 : lead), end - 1, row_bytes);
     if (is_first) ahead.fetch(lead * row_bytes);
