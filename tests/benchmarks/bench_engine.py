@@ -3,7 +3,8 @@
 Ours and `transformers` generate run in this process, greedy, on the same token ids and threads, in
 turn; the median of `--repeats` runs is reported, and whether the tokens are equal. With
 PEER_VLLM_PYTHON set to the interpreter of an environment with vLLM, it runs the same workloads
-right after. The limit of the machine is what its bandwidth and GEMM rate, measured here, allow.
+right after. The limit of the machine is what its bandwidth and GEMM rate allow, both measured
+before and after each run of ours.
 
 With `--continuous` the requests of `transformers` go through its continuous batching.
 With `--stored bfloat16` the checkpoint is bfloat16, as published ones are; all compute in float32.
@@ -76,8 +77,6 @@ def run_all(folder: Path, workloads: list[Workload], options: argparse.Namespace
     model = LlamaConfig.from_pretrained(folder)
     is_narrow = options.weight_dtype != "auto" or options.dtype != "float32"
     weight_bytes = 2 if is_narrow or model.dtype == torch.bfloat16 else 4
-    limit = Machine.measure()
-    print(f"{limit.bandwidth / 1e9:.1f} GB/s, {limit.flops / 1e9:.0f} GFLOP/s", flush=True)
     prompts = {workload.name: workload.prompts(model.vocab_size) for workload in workloads}
     widths = {"weight_dtype": options.weight_dtype, "dtype": options.dtype}
     ours = OurEngine(folder, options.threads, options.pool_tokens, **widths)
@@ -89,7 +88,7 @@ def run_all(folder: Path, workloads: list[Workload], options: argparse.Namespace
         theirs = ContinuousTransformers(folder) if options.continuous else Transformers(folder)
     for engine in (theirs, ours):  # warm-up
         engine.run(replace(WORKLOADS[0], num_output_tokens=4), prompts[workloads[0].name][:1])
-    our_runs, their_runs = run_in_turn(workloads, prompts, options.repeats, ours, theirs)
+    our_runs, their_runs, machines = run_in_turn(workloads, prompts, options.repeats, ours, theirs)
     del theirs
     rows: list[Row] = []
     for workload in workloads:
@@ -97,7 +96,9 @@ def run_all(folder: Path, workloads: list[Workload], options: argparse.Namespace
         rows += compare(workload, our_runs[workload.name], their_run, name)
         print_equality(workload, our_runs[workload.name].tokens, their_run.tokens, name)
     rows += pool_and_cache_rows(workloads, our_runs)
-    rows += limit_rows(workloads, our_runs, lambda w: limit.seconds(w, model, weight_bytes))
+    rows += limit_rows(
+        workloads, our_runs, lambda w: machines[w.name].seconds(w, model, weight_bytes)
+    )
     peer_dtype = "bfloat16" if is_narrow else "float32"
     peer_runs = run_vllm(
         folder, workloads, prompts, options.repeats, options.pool_tokens, peer_dtype
@@ -116,26 +117,34 @@ def run_in_turn(
     repeats: int,
     ours: Contender,
     theirs: Contender,
-) -> tuple[dict[str, Measured], dict[str, Measured]]:
-    """One run of each, then the next: what else the machine does meets both alike."""
+) -> tuple[dict[str, Measured], dict[str, Measured], dict[str, Machine]]:
+    """One run of each, then the next: what else the machine does meets both alike, and what it is
+    capable of is measured before and after each run of ours."""
     our_runs: dict[str, Measured] = {}
     their_runs: dict[str, Measured] = {}
+    machines: dict[str, Machine] = {}
     for workload in workloads:
         own: list[Measured] = []
         other: list[Measured] = []
+        seen: list[Machine] = []
         their_name = workload.same_as or workload.name
         for _ in range(repeats):
             if their_name not in their_runs:
                 other.append(theirs.run(workload, prompts[workload.name]))
+            seen.append(Machine.measure())
             own.append(ours.run(workload, prompts[workload.name]))
+            seen.append(Machine.measure())
         our_runs[workload.name] = median(own)
+        machines[workload.name] = machine = Machine.median(seen)
         if other:
             their_runs[their_name] = median(other)
         seconds = our_runs[workload.name].seconds, their_runs[their_name].seconds
         print(
-            f"{workload.name:<14} ours {seconds[0]:7.2f} s, theirs {seconds[1]:7.2f} s", flush=True
+            f"{workload.name:<14} ours {seconds[0]:7.2f} s, theirs {seconds[1]:7.2f} s, at "
+            f"{machine.bandwidth / 1e9:.1f} GB/s and {machine.flops / 1e9:.0f} GFLOP/s",
+            flush=True,
         )
-    return our_runs, their_runs
+    return our_runs, their_runs, machines
 
 
 def print_equality(workload: Workload, ours: Tokens, theirs: Tokens, name: str) -> None:

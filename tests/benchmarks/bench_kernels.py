@@ -1,6 +1,7 @@
 """The compiled CPU kernels beside the machine's own limits and torch, measured in the same run.
 
-Ours and the reference take turns; each reports its fastest repeat. With one thread the clock is
+Ours and the reference take turns; each reports the median of its repeats, since the fastest of one
+may have met a quiet moment of a shared machine that the other did not. With one thread the clock is
 the thread's CPU time, so a busy machine does not count; with more it is the wall clock.
 
 Cases: dec BATCHxCONTEXT HEADS/KV_HEADSxHEAD_DIM, pre QUERIES/CONTEXT likewise; INPUTS x WEIGHTS
@@ -16,6 +17,7 @@ Yardsticks:
 
 import argparse
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -56,16 +58,16 @@ class Bench:
     threads: int
     repeats: int
 
-    def fastest(self, *calls: Callable[[], object]) -> list[float]:
-        """Seconds of the fastest repeat of each call, taken in turns."""
+    def time(self, *calls: Callable[[], object]) -> list[float]:
+        """Seconds of the median repeat of each call, taken in turns."""
         clock = time.thread_time if self.threads == 1 else time.perf_counter
-        best = [float("inf")] * len(calls)
+        taken: list[list[float]] = [[] for _ in calls]
         for _ in range(self.repeats):
-            for index, call in enumerate(calls):
+            for seconds, call in zip(taken, calls, strict=True):
                 begin = clock()
                 call()
-                best[index] = min(best[index], clock() - begin)
-        return best
+                seconds.append(clock() - begin)
+        return [statistics.median(seconds) for seconds in taken]
 
     def backend(self, weight_dtype: torch.dtype | None = None) -> CpuBackend:
         return CpuBackend(num_threads=self.threads, weight_dtype=weight_dtype)
@@ -114,7 +116,7 @@ def decode_rows(bench: Bench) -> Iterator[Row]:
             def read(order: Tensor, pool: Tensor = pool, plane: int = plane) -> Callable[[], float]:
                 return lambda: cpu_memory.sum_blocks(pool, order, plane, bench.threads)
 
-            ours, *sums = bench.fastest(attend, read(in_order), read(in_blocks))
+            ours, *sums = bench.time(attend, read(in_order), read(in_blocks))
             gigabytes = pool.numel() * 4 / 1e9
             case = f"dec {batch}x{context_len // 1024}k {num_heads}/{kv_heads}x{head_dim}"
             rate = gigabytes / ours
@@ -143,7 +145,7 @@ def prefill_rows(bench: Bench) -> Iterator[Row]:
             ) -> Tensor:
                 return backend.attention(q, layer, metadata, 0.1)
 
-            ours, gemm = bench.fastest(attend, gemm_yardstick())
+            ours, gemm = bench.time(attend, gemm_yardstick())
             visible = sum(range(context_len - query_len + 1, context_len + 1))
             flops = 4 * head_dim * num_heads * visible
             case = f"pre {query_len}/{context_len} {num_heads}/{kv_heads}x{head_dim}"
@@ -188,7 +190,7 @@ def linear_rows(bench: Bench) -> Iterator[Row]:
         for rows in ROWS:
             count = max(1, (1 << 26) // size) if rows <= 16 else 1
             x = torch.randn(rows, in_features)
-            *times, plain, half, gemm = bench.fastest(
+            *times, plain, half, gemm = bench.time(
                 *(kind.calls(bench, x, weight, count) for kind in PRODUCTS),
                 torch_products(x, weight, count),
                 torch_products(x.bfloat16(), weight.bfloat16(), count),
@@ -234,7 +236,7 @@ def batch_one_rows(bench: Bench) -> Iterator[Row]:
         def read(big: Tensor = big, order: Tensor = order) -> float:
             return cpu_memory.sum_blocks(big, order, 1 << 14, bench.threads)
 
-        ours, reading = bench.fastest(run, read)
+        ours, reading = bench.time(run, read)
         reference = big.numel() * 4 / reading / 1e9
         yield Row(f"weights {name}", "bandwidth", size / ours / 1e9, reference, "sum")
 
@@ -260,7 +262,7 @@ def small_rows(bench: Bench) -> Iterator[Row]:
         ]
         for name, call, reference in pairs:
             many = [lambda c=c: [c() for _ in range(50)] for c in (call, reference)]
-            first, second = bench.fastest(*many)
+            first, second = bench.time(*many)
             yield Row(f"{name} {rows}", "us", first * 2e4, second * 2e4, "plain torch")
 
 
@@ -282,7 +284,7 @@ def filter_rows(bench: Bench) -> Iterator[Row]:
             min_p=torch.zeros(num_rows),
             uniforms=torch.rand(num_rows),
         )
-        ours, plain = bench.fastest(
+        ours, plain = bench.time(
             lambda params=params: sampling.sample(logits, params, backend.filtered_weights),
             lambda params=params: sampling.sample(logits, params),
         )

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,14 @@ class Machine:
         multiply = [_seconds(lambda: left @ right) for _ in range(_REPEATS)]
         num_flops = 2 * 512 * 2048 * 2048
         return cls(_READ_BYTES / statistics.median(read), num_flops / statistics.median(multiply))
+
+    @classmethod
+    def median(cls, machines: Sequence["Machine"]) -> "Machine":
+        """One machine at several times."""
+        return cls(
+            statistics.median(machine.bandwidth for machine in machines),
+            statistics.median(machine.flops for machine in machines),
+        )
 
     def seconds(self, workload: Workload, model: LlamaConfig, weight_bytes: int = 4) -> float:
         """The time that its weights' bytes and its operations need, whichever is longer in the
