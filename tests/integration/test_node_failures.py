@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from failure_load import Load, make_questions, run_through
+from failure_load import NUM_TOKENS, Load, make_questions, run_through
 
 from pagefleet.cluster.client import Client
 from pagefleet.protos import inference_pb2 as pb
@@ -116,12 +116,14 @@ async def test_c3_a_node_that_is_removed_takes_no_stream_with_it(make_nodes, tin
         sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
         lost = client.generate(prompt, sampling).outputs[0].usage.replica
         lost_node = next(node for node in workers if node.node_id == node_of[lost])
-        expected = await Load(make_questions(32)).run_on(facts["grpc"])
+        # A replica outlives its node's raylet by a moment: answers must be longer than that.
+        questions = make_questions(32, 2 * NUM_TOKENS)
+        expected = await Load(questions).run_on(facts["grpc"])
 
         async def remove() -> None:
             await asyncio.to_thread(nodes.remove_node, lost_node, allow_graceful=False)
 
-        results = await run_through(facts["grpc"], make_questions(32), remove, after_tokens=400)
+        results = await run_through(facts["grpc"], questions, remove, after_tokens=400)
         assert [result.answer for result in results] == [result.answer for result in expected]
         assert sum(result.resumes for result in results) >= 1
         (other,) = set(node_of) - {lost}
