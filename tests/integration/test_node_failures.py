@@ -134,7 +134,7 @@ async def test_c3_a_node_that_is_removed_takes_no_stream_with_it(make_nodes, tin
         wait_state(client, lambda state: [r.replica_id for r in state.replicas] == [other])
         add_node(nodes)  # here: Ray takes signals meanwhile, which only the main thread may
         wait_state(client, lambda state: ready_replicas(state) == sorted(node_of))
-        assert [r.answer for r in await Load(make_questions(8)).run_on(facts["grpc"])] == [
+        assert [r.answer for r in await Load(questions[:8]).run_on(facts["grpc"])] == [
             result.answer for result in expected[:8]
         ]
         wait_state(client, is_idle)
