@@ -15,7 +15,7 @@ from ..scheduler.config import AdmissionRule, PreemptionMode
 from ..workers.config import SPECULATIVE_METHODS
 from ..workers.faults import Faults
 
-if TYPE_CHECKING:  # needs grpc and pydantic: too slow for every command
+if TYPE_CHECKING:  # needs pydantic: too slow for every command
     from .security import GatewaySecurity
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}

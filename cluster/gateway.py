@@ -25,8 +25,8 @@ from ..protos.messages import CacheReset, ClusterState, Explanation, Refused, Sa
 from ..workers.tracing import Span, Tracing
 from .cluster_watch import ClusterUpdate, ClusterWatch
 from .config import HUB_ID
-from .controller import DRAIN_S, LAST_DRAIN_S
 from .controller_client import ControllerClient
+from .draining import DRAIN_S, LAST_DRAIN_S
 from .engine_client import ChannelFactory, EngineClient, insecure_channel
 from .gateway_spec import OnDemand
 from .generation import ChatPrompt, GenerateCall, TextPrompt, TokenPrompt

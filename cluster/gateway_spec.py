@@ -1,10 +1,8 @@
 """What a gateway is, over all its lives: plain values. Loads nothing of one."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # needs grpc and cryptography, which whoever orders a gateway may lack
-    from .security import GatewaySecurity
+from .security import GatewaySecurity
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +25,7 @@ class GatewaySpec:
     host: str
     grpc_port: int
     http_port: int
-    security: "GatewaySecurity | None" = None
+    security: GatewaySecurity | None = None
     on_demand: OnDemand = field(default_factory=OnDemand)
     bind_timeout_s: float = 0.0
     orphan_s: float | None = None
